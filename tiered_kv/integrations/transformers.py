@@ -1,0 +1,28 @@
+"""Save and resume the KV cache of a transformers model, exactly.
+
+`layout_of` names what a model's blocks mean, `pack_slot` copies a stretch of its cache into a slot,
+`unpack` makes a cache of blocks again. What cannot be resumed exactly is refused.
+"""
+
+from tiered_kv.integrations.hf_layout import ENGINE, layout_of, new_cache, weights_digest
+from tiered_kv.integrations.hf_packing import (
+    check_cache,
+    dtype_of,
+    pack,
+    pack_slot,
+    slot_tensor,
+    unpack,
+)
+
+__all__ = [
+    "ENGINE",
+    "check_cache",
+    "dtype_of",
+    "layout_of",
+    "new_cache",
+    "pack",
+    "pack_slot",
+    "slot_tensor",
+    "unpack",
+    "weights_digest",
+]

@@ -1,0 +1,44 @@
+"""The whole service inside one process, without Ray: for tools, tests and single-process engines."""
+
+from tiered_kv import assemble
+from tiered_kv.client import Client
+from tiered_kv.config import Config
+from tiered_kv.runner import Runner
+from tiered_kv.types import Medium
+
+
+class Local:
+    """A host's node and, unless `gpu` is False, a GPU's node above it, each on its own loop.
+
+    Satisfies `client.Directory`. Raises what `assemble` raises; nothing runs then.
+    """
+
+    def __init__(self, config: Config, gpu: bool = True) -> None:
+        self.config = config
+        self.host = Runner(lambda: assemble.host(config))
+        self.gpu: Runner | None = None
+        if gpu:
+            try:
+                self.gpu = Runner(lambda: assemble.gpu(config, self.host))
+            except BaseException:
+                self.host.stop()
+                raise
+
+    def link_for(self, session: str) -> Runner:
+        """The GPU's node if there is one, else the host's."""
+        return self.gpu or self.host
+
+    def runner(self, medium: Medium) -> Runner:
+        """The node whose pool is of this medium."""
+        return self.gpu if medium is Medium.HBM and self.gpu else self.host
+
+    def close(self) -> None:
+        """Write what only memory holds below, and stop. Idempotent."""
+        if self.gpu is not None:
+            self.gpu.stop()
+        self.host.stop()
+
+
+def local(config: Config, gpu: bool = True) -> Client:
+    """A client whose service lives and ends with it in this process."""
+    return Client(Local(config, gpu))

@@ -1,0 +1,83 @@
+"""What crosses between processes, and the handles that make a stale one harmless."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tiered_kv.errors import StaleHandle
+from tiered_kv.pool import PoolHandle
+from tiered_kv.sessions import Session
+from tiered_kv.types import Lease, Medium, Why
+
+HANDLE_BITS = 40
+"""A handle is `incarnation << 40 | number`: 10^12 of them a life, and none outlives it."""
+
+
+class Link(Protocol):
+    """How a process calls a node: in process, or through a Ray actor."""
+
+    def call(self, verb: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """Call a verb of `Node` and wait. Blocks; safe from any thread.
+
+        Raises `Unreachable` when there is no answer in `timeout_s`, and what the verb raises.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to `hello`: whom one talks to, and how to map its pool."""
+
+    node_id: str
+    incarnation: int
+    medium: Medium
+    pool: PoolHandle
+    shm_folder: str
+    describe: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Answer to `fetch` and `wake`: the leading blocks that are readable now.
+
+    `found[i]` says where block i was when it was asked for; `missed` of the run are not covered,
+    for reason `why`.
+    """
+
+    lease: Lease
+    found: tuple[Medium, ...]
+    missed: int
+    why: Why | None
+    seconds: float
+    checksums: tuple[int | None, ...] = ()
+    session: Session | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Answer to `commit`: how many blocks are held because of it, how many of the session's run
+    are on a medium that outlives the processes, and the incomplete block that it replaced."""
+
+    blocks: int
+    durable: int = 0
+    superseded: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True)
+class Handles:
+    """Turns numbers of one incarnation into handles and back."""
+
+    incarnation: int
+    bits: int = field(default=HANDLE_BITS)
+
+    def out(self, number: int) -> int:
+        """The handle to give away."""
+        return self.incarnation << self.bits | number
+
+    def back(self, handle: int) -> int:
+        """The number behind it. Raises `StaleHandle` for one of another life of this process."""
+        if handle >> self.bits != self.incarnation:
+            raise StaleHandle(
+                f"handle {handle} is of incarnation {handle >> self.bits}, "
+                f"this is {self.incarnation}"
+            )
+        return handle & ((1 << self.bits) - 1)
