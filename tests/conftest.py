@@ -84,6 +84,7 @@ def tiny_llama() -> "LlamaForCausalLM":
         # Wide enough that attention is far from uniform and logits are far from ties.
         initializer_range=0.4,
     )
+    torch.set_num_threads(1)  # more would only wait for each other on matrices this small
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20240229)
         return LlamaForCausalLM(config).eval()

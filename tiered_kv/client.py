@@ -9,6 +9,7 @@ them. A service that is broken, slow or full shows as a miss (`why` says which);
 unknown sessions raise.
 """
 
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ T = TypeVar("T")
 class Fill(Protocol):
     """Writes block `index` with its `tokens` tokens into `slot`, all `block_bytes` of it."""
 
-    def __call__(self, index: int, tokens: int, slot: "torch.Tensor") -> None: ...
+    def __call__(self, index: int, tokens: int, slot: "torch.Tensor", /) -> None: ...
 
 
 Copy = Callable[[list["torch.Tensor"], int], T]
@@ -51,6 +52,10 @@ class Directory(Protocol):
 
     def link_for(self, session: str) -> Link:
         """The link to the node that serves this session from this host."""
+        ...
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The status of every node that answers."""
         ...
 
     def close(self) -> None: ...
@@ -93,6 +98,7 @@ class Client:
         self._name = f"client-{uuid.uuid4().hex}"
         self._alive: dict[str, liveness.Alive] = {}
         self._attached: dict[Link, Attachment] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Client":
         return self
@@ -156,7 +162,7 @@ class Client:
             block = pool[slot : slot + n]
             fill(index, min(step, session.n_tokens - index * step), block)
             if node.medium is Medium.DRAM:
-                checksums.append(checksum(memoryview(block.numpy())))
+                checksums.append(checksum(block.numpy().data))
         return checksums if node.medium is Medium.DRAM else None
 
     def wake(
@@ -212,6 +218,10 @@ class Client:
         """Close a session and drop the blocks that only it had; how many blocks."""
         return int(self._call(session, "close_session"))
 
+    def nodes(self) -> list[dict[str, Any]]:
+        """The status of every node that answers (`status.node`)."""
+        return self.directory.nodes()
+
     def close(self) -> None:
         """Let go of everything; an embedded cluster ends with its client. Idempotent."""
         for node in self._attached.values():
@@ -228,10 +238,11 @@ class Client:
 
     def _node(self, sid: SessionId) -> Attachment:
         link = self.directory.link_for(sid)
-        node = self._attached.get(link)
-        if node is None:
-            node = Attachment(link, self.config.service.call_timeout_s)
-            self._attached[link] = node
+        with self._lock:
+            node = self._attached.get(link)
+            if node is None:
+                node = Attachment(link, self.config.service.call_timeout_s)
+                self._attached[link] = node
         return node
 
     def _attach(self, sid: SessionId, layout: KVLayout) -> Attachment:
@@ -239,8 +250,9 @@ class Client:
         node = self._node(sid)
         node.introduce(layout)
         folder = node.shm_folder
-        if folder not in self._alive:
-            self._alive[folder] = liveness.hold(Path(folder), self._name)
+        with self._lock:
+            if folder not in self._alive:
+                self._alive[folder] = liveness.hold(Path(folder), self._name)
         return node
 
     def _release(self, node: Attachment, lease: int, lapsed: int) -> None:
@@ -251,3 +263,16 @@ class Client:
                 node.call("lapsed", lapsed)
         except (StaleHandle, Unreachable) as error:
             node.lost(error)
+
+
+def connect(
+    config: Config | None = None, *, address: str | None = None, embedded: bool | None = None
+) -> Client:
+    """Join the running service, or start an embedded one that ends with the client.
+
+    `address` is Ray's ("auto", "host:port"); see `connecting.connect`. Raises `Unreachable` and
+    what the start of the service raises (`DoesNotFit`, `FolderInUse`, ...). Blocks for seconds.
+    """
+    from tiered_kv import connecting
+
+    return Client(connecting.connect(config, address=address, embedded=embedded))

@@ -137,7 +137,7 @@ class Config:
                  f"hbm.device {self.hbm.device!r} is not auto, cpu, cuda or cuda:N")  # fmt: skip
         secret = len(self.service.tenant_secret.encode())
         _require(1 <= secret <= MAX_SECRET_BYTES,
-                 f"service.tenant_secret has {secret} bytes, not 1 to {MAX_SECRET_BYTES}")  # fmt: skip
+                 f"service.tenant_secret has {secret} bytes, not 1 to {MAX_SECRET_BYTES}")
         _require(0 < self.service.gpu_fraction <= 1,
                  f"service.gpu_fraction {self.service.gpu_fraction} is not in (0, 1]")  # fmt: skip
         for name in ("lease_ttl_s", "wake_deadline_s", "store_deadline_s", "move_deadline_s",
@@ -205,7 +205,8 @@ def _merge(config: Config, document: Mapping[str, Any], source: str) -> Config:
     changed: dict[str, Any] = {}
     for name, values in document.items():
         if name not in sections:
-            raise BadConfig(f"{source}: no section {name!r}; there are {', '.join(sorted(sections))}")
+            known = ", ".join(sorted(sections))
+            raise BadConfig(f"{source}: no section {name!r}; there are {known}")
         if not isinstance(values, Mapping):
             raise BadConfig(f"{source}: {name} must be a section, not {values!r}")
         section = getattr(config, name)

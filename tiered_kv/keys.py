@@ -3,9 +3,11 @@
     namespace = H(secret, "ns" | layout fingerprint)
     key[0]    = H(secret, namespace | tokens[0])
     key[i]    = H(secret, key[i-1] | tokens[i])
+    engine    = H'(secret, namespace | an engine's own chained hash)
 
 H is BLAKE2b with a 16-byte digest (RFC 7693), keyed with the tenant's secret: who does not know
-the secret can neither name nor guess another tenant's blocks. Tokens are packed as little-endian
+the secret can neither name nor guess another tenant's blocks. H' is H personalised, so that no
+sequence of tokens can be chosen to look like an engine's hash. Tokens are packed as little-endian
 u32, so equal keys mean equal tokens from the first one on, in every process, on every machine and
 under every hash seed. Test vectors: `tests/unit/test_keys.py` and docs/keys.md.
 """
@@ -37,6 +39,8 @@ class Chain(NamedTuple):
 
 def namespace(layout: KVLayout, secret: bytes) -> BlockKey:
     """Key under which every chain of this layout and tenant starts."""
+    if not isinstance(secret, bytes):
+        raise BadInput(f"a tenant secret must be bytes, not {type(secret).__name__}")
     if not 1 <= len(secret) <= MAX_SECRET_BYTES:
         raise BadInput(f"a tenant secret has 1 to {MAX_SECRET_BYTES} bytes, not {len(secret)}")
     return _hash(secret, b"ns" + layout.fingerprint)
@@ -45,11 +49,13 @@ def namespace(layout: KVLayout, secret: bytes) -> BlockKey:
 def pack_tokens(tokens: Tokens) -> bytes:
     """Little-endian u32 of each token. Raises `BadInput` naming the first that does not fit."""
     try:
-        array = np.asarray(tokens, dtype=np.int64)
+        array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"tokens must be integers: {error}") from None
     if array.ndim != 1:
         raise BadInput(f"tokens must be one-dimensional, not of shape {list(array.shape)}")
+    if array.size and array.dtype.kind not in "iu":  # 1.5 would become 1, and "7" would become 7
+        raise BadInput(f"tokens must be integers below 2**63, not {array.dtype}")
     bad = (array < 0) | (array > MAX_TOKEN)
     if bad.any():
         raise BadInput(f"token {int(array[bad][0])} is not in 0..{MAX_TOKEN}")
@@ -73,10 +79,18 @@ def chain(layout: KVLayout, secret: bytes, tokens: Tokens) -> Chain:
 
 
 def from_engine(layout: KVLayout, secret: bytes, hashes: Sequence[bytes]) -> list[BlockKey]:
-    """Keys from an engine's own chained block hashes, moved into our namespace."""
+    """Keys from an engine's own chained block hashes, moved into our namespace.
+
+    Raises `BadInput` for a hash that is not bytes, or empty.
+    """
     root = namespace(layout, secret)
-    return [_hash(secret, root + h) for h in hashes]
+    for one in hashes:
+        if not isinstance(one, bytes) or not one:
+            raise BadInput(f"an engine's block hash must be bytes, not {one!r}")
+    return [_hash(secret, root + one, b"tieredkv.engine") for one in hashes]
 
 
-def _hash(secret: bytes, data: bytes) -> BlockKey:
-    return BlockKey(hashlib.blake2b(data, digest_size=KEY_BYTES, key=secret).digest())
+def _hash(secret: bytes, data: bytes, person: bytes = b"") -> BlockKey:
+    return BlockKey(
+        hashlib.blake2b(data, digest_size=KEY_BYTES, key=secret, person=person).digest()
+    )

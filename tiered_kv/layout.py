@@ -44,13 +44,16 @@ class KVLayout:
     tp_size: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("model", "dtype", "revision", "engine"):
+            if not isinstance(getattr(self, name), str):
+                raise BadLayout(f"{name} must be a string, not {getattr(self, name)!r}")
         if self.dtype not in DTYPE_BYTES:
             raise BadLayout(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tp_size"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise BadLayout(f"{name} must be a positive integer, not {value!r}")
-        if self.planes not in (1, 2):
+        if type(self.planes) is not int or self.planes not in (1, 2):
             raise BadLayout(f"planes must be 1 or 2, not {self.planes!r}")
         if type(self.tp_rank) is not int or not 0 <= self.tp_rank < self.tp_size:
             raise BadLayout(f"tp_rank {self.tp_rank!r} is not in 0..{self.tp_size - 1}")

@@ -1,4 +1,6 @@
-"""The whole service inside one process, without Ray: for tools, tests and single-process engines."""
+"""The whole service inside one process, without Ray: for tools, tests and small engines."""
+
+from typing import Any
 
 from tiered_kv import assemble
 from tiered_kv.client import Client
@@ -27,6 +29,12 @@ class Local:
     def link_for(self, session: str) -> Runner:
         """The GPU's node if there is one, else the host's."""
         return self.gpu or self.host
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The status of both."""
+        timeout_s = self.config.service.call_timeout_s
+        runners = [self.host, self.gpu] if self.gpu else [self.host]
+        return [runner.call("status", timeout_s=timeout_s) for runner in runners]
 
     def runner(self, medium: Medium) -> Runner:
         """The node whose pool is of this medium."""

@@ -10,19 +10,21 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tiered_kv import liveness, status
 from tiered_kv.config import Config
-from tiered_kv.errors import BadInput, BadLayout, StaleHandle, TieredKVError, UnknownSession
+from tiered_kv.errors import BadInput, BadLayout, StaleHandle
 from tiered_kv.health import Health
 from tiered_kv.hierarchy import Hierarchy
+from tiered_kv.keepers import BelowKeeper, HostKeeper, Keeper
 from tiered_kv.layout import KVLayout
 from tiered_kv.mover import Mover
 from tiered_kv.parts import Parts
-from tiered_kv.sessions import Session, SessionTable, session_id
+from tiered_kv.sessions import Session, session_id
 from tiered_kv.types import (
     Answer,
     BlockKey,
@@ -37,7 +39,6 @@ from tiered_kv.types import (
     Refused,
     Reservation,
     Run,
-    SessionId,
     Why,
 )
 from tiered_kv.wire import Committed, Fetched, Handles, Welcome
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 """How often leases expire and watermarks are looked at when nothing else happens."""
-ROUNDS = 8
-"""A run whose blocks fail to come this many times is given to the caller as far as it came."""
 
 
 class Node:
@@ -58,14 +57,13 @@ class Node:
         self.config = config
         self.parts = parts
         self.hierarchy = Hierarchy(parts.specs, below=Medium.HOST in parts.tiers)
-        self.sessions = SessionTable(config.service.recent_s)
         self.layouts: dict[Fingerprint, KVLayout] = {}
         self.counts: Counter[str] = Counter()
         self.handles = Handles(parts.incarnation)
         self.mover = Mover(parts.tiers, parts.medium, parts.pool.generations, self._done)
         self.health = Health(parts.tiers, self.hierarchy, config.service.move_deadline_s)
         self.started_s = time.time()
-        self._dirty: set[SessionId] = set()
+        self.keeper = self._keeper()
         self._adopt()
         self._tick = asyncio.create_task(self._run(), name="kv-tick")
 
@@ -168,9 +166,13 @@ class Node:
         self.counts["hit"] += len(lease.keys)
         checksums = tuple([b.checksum for b in self.hierarchy.book.live(lease.keys)])
         return Fetched(
-            self._hand_out(lease), tuple([found.get(k, self.parts.medium) for k in lease.keys]), missed, (why or Why.ABSENT) if missed else None,
-            time.monotonic() - began, checksums,
-        )  # fmt: skip
+            lease=self._hand_out(lease),
+            found=tuple([found.get(key, self.parts.medium) for key in lease.keys]),
+            missed=missed,
+            why=(why or Why.ABSENT) if missed else None,
+            seconds=time.monotonic() - began,
+            checksums=checksums,
+        )
 
     async def wake(
         self, sid: str, layout: Fingerprint, ttl_s: float | None = None,
@@ -183,11 +185,11 @@ class Node:
             raise BadLayout(
                 f"session {session.id!r} has layout {session.layout.hex()}, not {layout.hex()}"
             )
-        self.sessions.enter(session.id)
+        self.keeper.table.enter(session.id)
         try:
             fetched = await self.fetch(layout, session.run, ttl_s, deadline_s)
         finally:
-            self.sessions.leave(session.id)
+            self.keeper.table.leave(session.id)
         return replace(fetched, session=session)
 
     async def release(self, lease: int) -> None:
@@ -213,22 +215,13 @@ class Node:
 
     async def put_session(self, session: Session) -> Sequence[BlockKey]:
         """Create or extend a session; the superseded blocks, which are gone from here now."""
-        if self.parts.below is not None:
-            superseded = await self._below("put_session", session)
-        else:
-            superseded = self.sessions.save(session)
-            self._dirty.add(session.id)
+        superseded = await self.keeper.put(session)
         self.hierarchy.forget(superseded)
-        return list(superseded)
+        return superseded
 
     async def session(self, sid: str) -> Session:
         """The session, noted as used now. Raises `BadSession` or `UnknownSession`."""
-        name = session_id(sid)
-        if self.parts.below is not None:
-            found: Session = await self._below("session", name)
-            return found
-        self._dirty.add(name)
-        return self.sessions.use(name, time.time())
+        return await self.keeper.use(session_id(sid))
 
     async def list_sessions(self) -> list[dict[str, Any]]:
         """One row a session: id, state, tokens, blocks by tier, seconds since its last use."""
@@ -236,53 +229,38 @@ class Node:
 
     async def fork(self, sid: str, new: str) -> Session:
         """A second session with the same blocks; they are shared, not copied."""
-        if self.parts.below is not None:
-            forked: Session = await self._below("fork", session_id(sid), session_id(new))
-            return forked
-        self._dirty.add(session_id(new))
-        return self.sessions.fork(session_id(sid), session_id(new), time.time())
+        return await self.keeper.fork(session_id(sid), session_id(new))
 
     async def close_session(self, sid: str) -> int:
         """Forget a session and the blocks that only it had; how many blocks went."""
-        name = session_id(sid)
-        if self.parts.below is not None:
-            session = await self.session(name)
-            self.hierarchy.forget(session.run)
-            gone: int = await self._below("close_session", name)
-            return gone
-        forgotten = self.hierarchy.forget(self.sessions.close(name))
-        self._dirty.discard(name)
-        await self._io(self.parts.forget, [name], forgotten)
-        return len(forgotten)
+        session, gone = await self.keeper.close(session_id(sid))
+        self.hierarchy.forget(session.run)
+        return gone
 
     async def persist(self, run: Run) -> int:
-        """Write a run's blocks below and keep them here; how many are there now.
+        """Write a run's blocks below and keep them here; how many outlive the processes now.
 
-        On a host that is NVMe: they outlive this process. Waits up to `store_deadline_s`.
+        Waits up to `store_deadline_s`.
         """
-        end = time.monotonic() + self.config.service.store_deadline_s
         moves = self.hierarchy.persist(run)
         self._kick()
-        await self.mover.wait(moves, end - time.monotonic())
-        if self.parts.below is not None:
-            written: int = await self._below("persist", run)
-            return written
-        await self._flush_sessions()
-        lower = [m for m in self.parts.tiers if m is not Medium.HOST]
-        return sum(
-            isinstance(a, Held) and any(m in lower for m in a.tiers)
+        await self.mover.wait(moves, self.config.service.store_deadline_s)
+        lasting = [m for m in self.parts.tiers if m is not Medium.HOST]
+        written = sum(
+            isinstance(a, Held) and any(m in lasting for m in a.tiers)
             for a in self.hierarchy.lookup(run)
         )
+        return await self.keeper.persist(run, written)
 
     async def flush(self) -> int:
-        """Write everything that only the pool holds below, sync, and say how many blocks moved."""
-        keys = list(self.hierarchy.book.blocks)
-        moves = self.hierarchy.persist(keys)
+        """Write everything that only the pool holds below, sync; how many blocks went."""
+        wanted = [k for k, b in self.hierarchy.book.blocks.items()]
+        moves = self.hierarchy.persist(wanted)
         self._kick()
-        await self.mover.wait(moves, self.config.service.move_deadline_s)
-        await self._flush_sessions()
+        ended = await self.mover.wait(moves, self.config.service.move_deadline_s)
+        await self.keeper.flush()
         await self._io(self.parts.sync)
-        return len(moves)
+        return sum(isinstance(o, Done) for o in (ended or {}).values())
 
     async def forget(self, keys: Run) -> int:
         """Drop blocks here and below; how many. Those that others descend from stay."""
@@ -305,7 +283,7 @@ class Node:
         self._tick.cancel()
         await asyncio.gather(self._tick, return_exceptions=True)
         await self.mover.close()
-        await self._flush_sessions()
+        await self.keeper.flush()
         await self._io(self.parts.close)
 
     # -- inside ---------------------------------------------------------------------------
@@ -329,30 +307,43 @@ class Node:
     ) -> Why | None:  # fmt: skip
         """Move what is below up until nothing more comes; why the run is not complete.
 
-        Notes in `found` where each block was."""
+        Notes in `found` where each block was. A block that failed once is not asked for again:
+        the run ends before it.
+        """
         run = run[: self.hierarchy.book.top.slots.total(nbytes)]
         for key, answer in zip(run, self.hierarchy.lookup(run), strict=True):
             if isinstance(answer, Held):
                 found[key] = answer.tiers[0]
-        for _ in range(ROUNDS):
+        why: Why | None = None
+        while True:
             late = time.monotonic() >= end
             wanted = self.hierarchy.want(run, layout, nbytes, force=late)
             self._kick()
             if not wanted.moves and not wanted.short:
-                return None
+                return why
             left = end - time.monotonic()
             if wanted.moves:
                 outcomes = await self.mover.wait(wanted.moves, left)
                 if outcomes is None:
                     return Why.DEADLINE
-                for key, outcome in outcomes.items():
-                    if isinstance(outcome, Done):
-                        found.setdefault(key, outcome.source or Medium.NVME)
-            elif wanted.why is not Why.DEMOTING:
+                run, why = self._arrived(run, outcomes, found, why)
+            elif late or wanted.why is not Why.DEMOTING:
                 return wanted.why
-            elif not late and not await self.mover.wait_any(left):
-                await asyncio.sleep(0.001)
-        return Why.IO_ERROR
+            elif not await self.mover.wait_any(left):
+                await asyncio.sleep(0.001)  # nothing moves yet: the tick will start something
+
+    def _arrived(
+        self, run: Run, outcomes: Mapping[BlockKey, Outcome], found: dict[BlockKey, Medium],
+        why: Why | None,
+    ) -> tuple[Run, Why | None]:  # fmt: skip
+        """Note where blocks came from; the run up to the first that did not come, and why."""
+        for i, key in enumerate(run):
+            match outcomes.get(key):
+                case Done(source=source):
+                    found.setdefault(key, source or Medium.NVME)
+                case Failed(why=reason):
+                    return run[:i], reason
+        return run, why
 
     def _hand_out(self, lease: Lease) -> Lease:
         generations = self.parts.pool.generations.read(lease.slots)
@@ -372,10 +363,13 @@ class Node:
         self.health.ended(medium, failed, len(outcomes), self._now())
         self._kick()
 
-    async def _below(self, verb: str, *args: Any) -> Any:
-        assert self.parts.below is not None
-        timeout_s = self.config.service.call_timeout_s
-        return await self._io(lambda: self.parts.below.call(verb, *args, timeout_s=timeout_s))  # type: ignore[union-attr]
+    def _keeper(self) -> Keeper:
+        below, recent_s = self.parts.below, self.config.service.recent_s
+        if below is None:
+            forget, remark = self.hierarchy.forget, self.health.remark
+            return HostKeeper(self.parts, recent_s, self._io, forget, remark)
+        call = partial(self._io, partial(below.call, timeout_s=self.config.service.call_timeout_s))
+        return BelowKeeper(call, recent_s)
 
     async def _io(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, call, *args)
@@ -384,23 +378,8 @@ class Node:
         rows, sessions, bad = self.parts.leftovers()
         if Medium.NVME in self.parts.tiers:
             self.hierarchy.adopt(Medium.NVME, rows)
-        self.sessions.adopt(sessions)
+        self.keeper.table.adopt(sessions)
         self.counts["sessions.unreadable"] += bad
-
-    async def _flush_sessions(self) -> None:
-        dirty, self._dirty = self._dirty, set()
-        rows: list[Session] = []
-        for sid in dirty:
-            try:
-                rows.append(self.sessions.get(sid))
-            except UnknownSession:
-                continue  # closed meanwhile
-        if rows:
-            try:
-                await self._io(self.parts.put_sessions, rows)
-            except TieredKVError as error:
-                self._dirty |= dirty
-                self.health.remark(f"session table not written: {error}")
 
     async def _run(self) -> None:
         """The clock of this node: leases, watermarks, owners, health, the session table."""
@@ -414,4 +393,4 @@ class Node:
                 for owner in self.hierarchy.owners():
                     if not liveness.is_alive(self.config.shm_folder, owner):
                         self.hierarchy.owner_died(owner)
-                await self._flush_sessions()
+                await self.keeper.flush()

@@ -20,14 +20,17 @@ def node(node: "Node") -> dict[str, Any]:
     parts, now = node.parts, time.time()
     counts = Counter(node.hierarchy.book.counts)
     counts.update(node.counts)
-    states = Counter(node.sessions.state(s, now) for s in node.sessions)
+    states = Counter(node.keeper.table.state(s, now) for s in node.keeper.table)
     return {
         "node_id": parts.node_id,
         "incarnation": parts.incarnation,
         "up_s": round(now - node.started_s, 1),
         "pool": parts.pool.describe(),
         "notes": list(parts.notes),
-        "tiers": [asdict(usage) for usage in node.hierarchy.usage()],
+        "tiers": [
+            asdict(usage) | {"leaked_slots": node.hierarchy.leaked_slots(usage.medium)}
+            for usage in node.hierarchy.usage()
+        ],
         "offline": {str(m): why for m, why in node.health.offline().items()},
         "layouts": [layout.describe() for layout in node.layouts.values()],
         "sessions": {str(state): states.get(state, 0) for state in State},
@@ -48,14 +51,14 @@ def sessions(node: "Node") -> list[dict[str, Any]]:
     """One row a session, the longest unused first. O(blocks of all sessions)."""
     now = time.time()
     rows = []
-    for session in sorted(node.sessions, key=lambda s: s.used_s):
+    for session in sorted(node.keeper.table, key=lambda s: s.used_s):
         tiers: Counter[str] = Counter()
         for answer in node.hierarchy.lookup(session.run):
             tiers[str(answer.tiers[0]) if isinstance(answer, Held) else "absent"] += 1
         rows.append(
             {
                 "id": session.id,
-                "state": str(node.sessions.state(session, now)),
+                "state": str(node.keeper.table.state(session, now)),
                 "tokens": session.n_tokens,
                 "blocks": len(session.run),
                 "tiers": dict(tiers),

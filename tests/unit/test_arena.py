@@ -48,10 +48,13 @@ Arena.create(Path(sys.argv[1]), "a", 1 << 20, node_id="n", incarnation=1, progre
 IN_A_SMALL_SHM = """
 import os, sys
 from pathlib import Path
-from tiered_kv import arena
+from tiered_kv import arena, pages
 arena.check_fits = lambda *_: None  # as if others took the memory just after the check
 folder = Path(sys.argv[1])
-for prefault in (True, False):
+def unknown_advice(address, nbytes):
+    raise OSError(22, "an old kernel")
+for prefault, populate in ((True, pages.populate), (False, None), (True, unknown_advice)):
+    pages.populate = populate
     try:
         arena.Arena.create(folder, "a", 64 << 20, node_id="n", incarnation=1, prefault=prefault)
     except arena.DoesNotFit as error:
@@ -138,6 +141,13 @@ def test_views_and_tensors_survive_close(folder):
             use()
 
 
+def test_a_tensor_alone_keeps_the_memory(folder):
+    arena = make(folder)
+    tensor = arena.tensor
+    arena.close()
+    assert tensor.fill_(1).sum() == MIB
+
+
 def test_a_view_that_outlives_its_arena_does_not_look_alive(folder):
     arena = make(folder)
     kept = folder / "kept.arena"
@@ -177,7 +187,8 @@ def test_a_kernel_that_cannot_populate_gets_its_pages_touched(folder, monkeypatc
     arena.close()
 
 
-def test_an_arena_larger_than_the_mount_is_refused_before_anything_is_taken(folder):
+def test_an_arena_larger_than_the_mount_is_refused_before_anything_is_taken(folder, monkeypatch):
+    monkeypatch.setattr("tiered_kv.arena.allocate", lambda *_, **__: pytest.fail("allocates"))
     disk = os.statvfs(folder)
     size = disk.f_blocks * disk.f_frsize // ALIGNMENT * ALIGNMENT
     with pytest.raises(DoesNotFit, match=rf"{size} bytes needs \d+ bytes, but .* free of"):
@@ -228,7 +239,7 @@ def test_a_full_mount_is_an_error_and_never_a_signal():
     )
     lines = run.stdout.splitlines()
     assert run.returncode == 0, run.stderr
-    assert [line.startswith("[] 0 ") for line in lines] == [True, True], lines
+    assert [line.startswith("[] 0 ") for line in lines] == [True] * 3, lines
 
 
 def test_a_process_killed_while_it_creates_leaves_nothing(folder):

@@ -12,7 +12,7 @@ from tiered_kv.checksum import checksum
 from tiered_kv.errors import BadConfig, BadInput, TierBroken
 from tiered_kv.tiers import copies, dram
 from tiered_kv.tiers.base import Tier
-from tiered_kv.tiers.copies import HostCopier, Piece, coalesce
+from tiered_kv.tiers.copies import CudaCopier, HostCopier, Piece, coalesce
 from tiered_kv.tiers.dram import DramTier
 from tiered_kv.tiers.hbm import HbmPool
 from tiered_kv.types import BlockKey, Done, Failed, Fingerprint, Located, Medium, Why
@@ -209,6 +209,15 @@ def test_the_probe_notices_bytes_that_change(pair, monkeypatch):
     )
     with pytest.raises(TierBroken, match="bytes changed on their way"):
         tier.probe()
+
+
+def test_a_block_that_is_hashed_is_not_copied_twice(pair, monkeypatch):
+    tier = DramTier(pair.pool, pair.arena, verify=1.0)
+    seen: list[list[Piece]] = []
+    monkeypatch.setattr(HostCopier, "copy", lambda self, pieces: seen.append(list(pieces)))
+    monkeypatch.setattr(CudaCopier, "copy", lambda self, pieces: seen.append(list(pieces)))
+    tier.read([pair.sealed(0, 1), pair.block(1, 2)], [0, BLOCK])
+    assert seen[0] == [Piece(2 * BLOCK, BLOCK, BLOCK)]
 
 
 def test_a_failing_device_fails_each_block_of_the_batch(pair, monkeypatch):

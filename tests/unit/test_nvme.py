@@ -244,7 +244,7 @@ def test_auto_takes_the_faster_engine_once(folder, pool, monkeypatch, faster):
     assert tier.probe().engine == tier.engine == faster
     tier.probe()
     assert asked == [("threads", "io_uring"), (faster,)]
-    outcomes, sealed = put(tier, pool, [block(1)])
+    outcomes, _ = put(tier, pool, [block(1)])
     assert isinstance(outcomes[0], Done)
     tier.close()
 

@@ -205,7 +205,7 @@ def test_a_slot_outside_the_pool_or_off_alignment_is_refused(slot: int) -> None:
 
 
 def test_a_pool_that_is_not_flat_bytes_is_refused(layout: KVLayout) -> None:
-    with pytest.raises(BadLayout, match="flat uint8, not torch.float32"):
+    with pytest.raises(BadLayout, match=r"flat uint8, not torch\.float32"):
         slot_tensor(torch.zeros(1 << 20), 0, layout)
 
 
@@ -409,6 +409,20 @@ def test_a_single_bit_of_any_weight_changes_the_layout(tiny_llama: LlamaForCausa
         seen.add(weights_digest(other))
     assert any("inv_freq" in name for name in names)  # not in any checkpoint, but in every key
     assert len(seen) == 1 + len(names)
+
+
+def test_the_same_bytes_in_another_shape_or_dtype_change_the_layout(
+    tiny_llama: LlamaForCausalLM,
+) -> None:
+    other = twin(tiny_llama)
+    seen = {weights_digest(other)}
+    weight = other.model.layers[0].mlp.gate_proj.weight
+    for change in (weight.reshape(64, 96), weight.view(torch.int32)):
+        other.model.layers[0].mlp.gate_proj.weight = torch.nn.Parameter(
+            change.detach(), requires_grad=False
+        )
+        seen.add(weights_digest(other))
+    assert len(seen) == 3
 
 
 def test_a_config_that_computes_something_else_changes_the_layout(

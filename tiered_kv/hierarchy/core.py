@@ -67,6 +67,13 @@ class Hierarchy:
             "buried": len(self.book.buried),
         }
 
+    def leaked_slots(self, medium: Medium) -> int:
+        """Used slots of a tier that no block, reservation or move owns: always 0. O(blocks)."""
+        tier = self.book.tier(medium)
+        used = sum(tier.slots.used(nbytes) for nbytes in tier.slots.sizes())
+        copies = len(tier.policy) + sum(1 for b in self.book.buried if b.mask & tier.bit)
+        return used - copies - len(self.outstanding_slots(medium))
+
     def outstanding_slots(self, medium: Medium) -> list[int]:
         """Slots of a tier that reservations and incoming moves own. For `check`."""
         slots = self._flow.target_slots(medium)

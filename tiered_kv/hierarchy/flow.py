@@ -144,6 +144,9 @@ class Flow:
 
     def _incoming(self, nbytes: int, n: int, wanted: Wanted, force: bool) -> list[int] | None:
         top = self._book.top
+        if wanted.short:  # not the end of a run without what comes before it
+            wanted.short += n
+            return None
         why = self._room.make(top, nbytes, n, store=False, force=force)
         slots = top.slots.take(nbytes, n) if why is None else None
         if slots is None:
@@ -373,7 +376,8 @@ class Flow:
         bad = failed.why is Why.CORRUPT or (failed.why in UNREADABLE and source is not book.top)
         if bad and source is not None and block.mask & source.bit:
             if block.mask == source.bit or block.pins:
-                book.drop(block)  # a reader of the bad copy keeps its slot, nobody else finds it
+                # a reader of the bad copy keeps its slot, nobody else finds it
+                book.count(f"dropped.{failed.why}", book.drop(block))
             else:
                 book.lose(block, source)
         elif not block.mask:

@@ -96,12 +96,14 @@ class Room:
         clean = self._clean(tier, nbytes, need)
         leaves = self._leaves(tier, nbytes, need - len(clean))
         shadows = self._shadows(tier, nbytes, need - len(clean) - len(leaves))
-        if len(clean) + len(leaves) + len(shadows) < need:
+        foreign = self._foreign(tier, nbytes, need - len(clean) - len(leaves) - len(shadows))
+        if foreign is None:
             self._put_back(leaves, tier)
-            return self._reclaim(tier, nbytes, need)
+            return False
         self.discard(leaves, tier)
         self.release(clean, tier)
-        self._expend(shadows, tier)
+        self._expend(shadows + foreign, tier)
+        tier.slots.reclaim(nbytes)
         return True
 
     def trim(self, tier: TierState, excess: float) -> None:
@@ -207,10 +209,11 @@ class Room:
 
     def _last_resort(self, tier: TierState, nbytes: int, need: int) -> Why | None:
         blocks = self._expendable(tier, nbytes, need)
-        if len(blocks) == need:
-            self._expend(blocks, tier)
-        elif not self._reclaim(tier, nbytes, need):
+        foreign = self._foreign(tier, nbytes, need - len(blocks))
+        if foreign is None:
             return Why.FULL
+        self._expend(blocks + foreign, tier)
+        tier.slots.reclaim(nbytes)
         return None
 
     def _expendable(self, tier: TierState, nbytes: int, n: int) -> list[Block]:
@@ -235,33 +238,47 @@ class Room:
             else:
                 self._book.count(f"dropped.{Why.PRESSURE}", self._book.drop(block))
 
-    def _reclaim(self, tier: TierState, nbytes: int, need: int) -> bool:
-        """Empty slabs of other block sizes until `need` more slots of this size are there.
+    def _foreign(self, tier: TierState, nbytes: int, need: int) -> list[Block] | None:
+        """Blocks of other sizes whose leaving empties enough slabs for `need` slots of this size;
+        None if there are not enough.
 
         O(blocks of the tier); only when layouts compete and the asking one has nothing to give.
         """
+        if need <= 0:
+            return []
         slabs = self._removable_slabs(tier, nbytes)
         enough = -(-need // tier.slots.per_slab(nbytes))
         if len(slabs) < enough:
-            return False
-        for slab in sorted(slabs, key=len)[:enough]:
-            self._expend(slab, tier)
-        tier.slots.reclaim(nbytes)
-        return True
+            return None
+        return [block for slab in slabs[:enough] for block in slab]
 
     def _removable_slabs(self, tier: TierState, nbytes: int) -> list[list[Block]]:
-        """Blocks of each slab of another size whose every used slot can be freed now."""
+        """Blocks of each slab of another size whose every used slot can be freed now; first the
+        slabs of which nothing is much wanted."""
+        blocks = self._book.blocks
+        others = tier.policy.victims(len(tier.policy), lambda key: blocks[key].nbytes != nbytes)
         by_slab: dict[int, list[Block]] = {}
-        for block in self._book.blocks.values():
-            if block.mask & tier.bit and block.nbytes != nbytes:
-                slab = block.slots[tier.index] // tier.slots.slab_bytes
-                by_slab.setdefault(slab, []).append(block)
-        used = tier.slots.used_by_slab(nbytes)
+        for key in reversed(others):  # so that slabs lie in the order of their most wanted block
+            block = blocks[key]
+            slab = block.slots[tier.index] // tier.slots.slab_bytes
+            by_slab.setdefault(slab, []).append(block)
+        used, stuck = tier.slots.used_by_slab(nbytes), self._all_stuck()
         return [
-            blocks
-            for slab, blocks in by_slab.items()
-            if len(blocks) == used[slab] and not any(self._stuck(b, tier) for b in blocks)
+            some
+            for slab, some in reversed(by_slab.items())
+            if len(some) == used[slab]
+            and not any(b.pins or (b.mask == tier.bit and b in stuck) for b in some)
         ]
+
+    def _all_stuck(self) -> set[Block]:
+        """What is pinned or guarded, and all that such blocks descend from. O(blocks)."""
+        stuck: set[Block] = set()
+        for block in self._book.blocks.values():
+            one: Block | None = block if block.pins or block.guards else None
+            while one is not None and one not in stuck:
+                stuck.add(one)
+                one = one.parent
+        return stuck
 
     def _stuck(self, block: Block, tier: TierState) -> bool:
         """Whether a block cannot leave the tier, alone or, where it is lost, with its subtree."""

@@ -1,7 +1,8 @@
 """Save and resume the KV cache of a transformers model, exactly.
 
-`layout_of` names what a model's blocks mean, `pack_slot` copies a stretch of its cache into a slot,
-`unpack` makes a cache of blocks again. What cannot be resumed exactly is refused.
+`save` and `resume` are what a chat loop needs. Below them, `layout_of` names what a model's blocks
+mean, `pack_slot` copies a stretch of its cache into a slot, `unpack` makes a cache of blocks again.
+What cannot be resumed exactly is refused.
 """
 
 from tiered_kv.integrations.hf_layout import ENGINE, layout_of, new_cache, weights_digest
@@ -13,15 +14,19 @@ from tiered_kv.integrations.hf_packing import (
     slot_tensor,
     unpack,
 )
+from tiered_kv.integrations.hf_sessions import Resumed, resume, save
 
 __all__ = [
     "ENGINE",
+    "Resumed",
     "check_cache",
     "dtype_of",
     "layout_of",
     "new_cache",
     "pack",
     "pack_slot",
+    "resume",
+    "save",
     "slot_tensor",
     "unpack",
     "weights_digest",

@@ -79,9 +79,10 @@ class NvmeFiles:
         kept = []
         for block in reversed(blocks):
             slab = block.slot // self._slots.slab_bytes
-            if self.fits(block.slot, block.nbytes):
-                if size.setdefault(slab, block.nbytes) == block.nbytes:
-                    kept.append(block)
+            same_size = size.get(slab, block.nbytes) == block.nbytes
+            if self.fits(block.slot, block.nbytes) and same_size:
+                size[slab] = block.nbytes
+                kept.append(block)
         kept.reverse()
         return kept
 

@@ -10,7 +10,8 @@ import errno
 import mmap
 import os
 import struct
-import threading
+
+from tiered_kv.pages import fence
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 _OFF_SQES = 0x10000000
@@ -58,7 +59,6 @@ class Ring:
         self._cq_head, self._cq_tail, self._cq_mask = cq[0] // 4, cq[1] // 4, cq_entries - 1
         self._cqes = cq[5]
         self.registered = False  # set by the owner once its buffers are
-        self._fence = threading.Lock()
         for i in range(sq_entries):  # SQE i always goes through array slot i
             self._words[sq[6] // 4 + i] = i
 
@@ -119,12 +119,7 @@ class Ring:
         head, tail = words[self._cq_head], words[self._cq_tail]
         if head == tail:
             return []
-        # A weakly ordered CPU may have read the entries below before the tail above; a release
-        # followed by an acquire forbids it.
-        with self._fence:
-            pass
-        with self._fence:
-            pass
+        fence()  # a weakly ordered CPU may have read the entries below before the tail above
         found = []
         while head != tail:
             at = self._cqes + (head & self._cq_mask) * _CQE.size
