@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import shutil
@@ -71,6 +72,25 @@ def test_the_lock_ends_with_its_process(tmp_path):
     child.stdout.close()
     folder = Folder.open(tmp_path)
     assert (folder.node_id, folder.incarnation) == (node_id, 2)
+    folder.close()
+
+
+def test_a_lock_that_lost_its_name_while_it_was_taken_is_no_lock(tmp_path, monkeypatch):
+    Folder.open(tmp_path).close()
+    real, seen = fcntl.flock, []
+
+    def flock(fd, how):
+        if not seen:
+            (tmp_path / "LOCK").unlink()  # by somebody who cleans up, between open and flock
+        seen.append(fd)
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = Folder.open(tmp_path)
+    assert len(seen) == 2
+    assert folder.intact()
+    with pytest.raises(FolderInUse):
+        Folder.open(tmp_path)
     folder.close()
 
 

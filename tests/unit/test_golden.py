@@ -6,6 +6,7 @@ A change that moves one of them must say so. They agree with independent replays
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ def replay(runs: list[list[BlockKey]], policy: str, capacity_blocks: int) -> flo
     return 100 * hits / sum(map(len, runs))
 
 
+def is_not_in(run: set[BlockKey], key: BlockKey) -> bool:
+    return key not in run
+
+
 def replay_order(runs: list[list[BlockKey]], policy: EvictionPolicy, capacity_blocks: int) -> float:
     """The same with nothing but the policy's order: whoever is not in the request may leave."""
     here: set[BlockKey] = set()
@@ -63,8 +68,7 @@ def replay_order(runs: list[list[BlockKey]], policy: EvictionPolicy, capacity_bl
         policy.use(held)
         policy.admit([key for key in run if key not in here], held)
         here.update(run)
-        free = here.difference(run) if len(here) > capacity_blocks else here
-        victims = policy.victims(len(here) - capacity_blocks, free.__contains__)
+        victims = policy.victims(len(here) - capacity_blocks, partial(is_not_in, set(run)))
         policy.remove(victims)
         here.difference_update(victims)
     return 100 * hits / sum(map(len, runs))

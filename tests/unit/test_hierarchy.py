@@ -481,7 +481,7 @@ def test_redundant_copies_leave_a_full_lower_tier_tail_first() -> None:
     store(h, hot)
     persisted(h, hot)
     store(h, cold)
-    h.lease(hot[:1], 1e9, 0)
+    h.book.tier(NVME).policy.use(hot[2:])  # whatever its policy thinks
     h.persist(cold)
     assert media(h, hot) == [(DRAM, NVME), (DRAM, NVME), (DRAM,)]
     carry_out(h, h.due(0))
@@ -747,6 +747,18 @@ def test_an_offline_tier_never_stops_progress() -> None:
     check(h)
 
 
+def test_while_a_tier_is_offline_blocks_leave_in_the_order_of_their_use() -> None:
+    h, old, new = two_tiers(6), run_of("a", 6), run_of("b", 3)
+    store(h, old)
+    persisted(h, old)
+    h.set_online(NVME, False)
+    store(h, new)
+    assert media(h, old) == [(DRAM,)] * 3 + [()] * 3
+    store(h, run_of("c", 3))
+    assert media(h, old + new) == [()] * 6 + [(DRAM,)] * 3, "old ones first, new ones later"
+    assert h.book.counts["dropped.pressure"] == 0
+
+
 def test_a_demotion_into_a_tier_that_went_offline_keeps_the_upper_copy() -> None:
     h, run = two_tiers(6, high=0.5, low=0.4), run_of("a", 4)
     store(h, run)
@@ -813,7 +825,7 @@ def test_two_layouts_compete_for_slabs() -> None:
 def test_a_slab_with_a_leased_block_is_not_taken_from_its_layout() -> None:
     h, small = one_tier(6), run_of("a", 6)
     store(h, small)
-    h.lease(small, 1e9, 0)
+    h.lease(small[5:], 1e9, 0)  # the other slab has only what it descends from
     answer = h.reserve(run_of("big", 1), OTHER, 6, "ada", force=True)
     assert isinstance(answer, Refused)
     assert answer.why is Why.FULL

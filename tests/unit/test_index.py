@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from tiered_kv.errors import BadInput, TierBroken
-from tiered_kv.tiers.index import Geometry, Index
+from tiered_kv.tiers.index import Index
+from tiered_kv.tiers.index_file import Geometry
 from tiered_kv.types import BlockKey, Fingerprint, Located
 
 GEOMETRY = Geometry(slab_bytes=1 << 20, stripes=1, capacity_bytes=8 << 20)

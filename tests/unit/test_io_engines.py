@@ -17,6 +17,7 @@ from anonymous_pool import AnonymousPool
 from tiered_kv.errors import TierBroken, UnknownName
 from tiered_kv.tiers import io_engine, io_threads, io_uring
 from tiered_kv.tiers.io_engine import IoOp
+from tiered_kv.tiers.uring import Ring
 
 PAGE = 4096
 ENGINES = ("threads", "io_uring")
@@ -267,6 +268,36 @@ def test_an_exception_of_a_signal_handler_waits_for_the_ops_in_flight(engine, po
     assert seen == b"z" * PAGE
 
 
+def test_ops_that_the_kernel_does_not_take_fail_and_never_start(pool, fd, monkeypatch):
+    engine = make("io_uring", pool)
+    fill(pool, 4)
+    ops = [op(pool, fd, write=True, at=i, slot=i) for i in range(4)]
+    monkeypatch.setattr(Ring, "enter", lambda self, wait: -errno.ENOMEM)
+    assert run(engine, ops) == dict.fromkeys(range(4), -errno.ENOMEM)
+    monkeypatch.undo()
+    back = op(pool, fd, write=False, at=0, slot=10, pages=4)
+    assert run(engine, [back]) == {0: 4 * PAGE}
+    assert back.view == bytes(4 * PAGE)
+    engine.close()
+
+
+def test_where_the_kernel_gives_few_rings_callers_wait_for_one(pool, tmp_path, monkeypatch):
+    made = []
+
+    def scarce(entries):
+        if len(made) == 2:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        made.append(Ring(entries))
+        return made[-1]
+
+    make("io_uring", pool).close()
+    monkeypatch.setattr(io_uring, "Ring", scarce)
+    engine = make("io_uring", pool)
+    test_many_threads_at_once_get_their_own_bytes(engine, pool, tmp_path)
+    assert len(made) == 2
+    engine.close()
+
+
 def test_close_gives_back_all_threads_and_fds(pool, tmp_path):
     def count():
         return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -281,10 +312,11 @@ def test_close_gives_back_all_threads_and_fds(pool, tmp_path):
         assert count() == started, name
 
 
-def test_close_waits_for_a_running_call(engine, pool, slow):
+def test_close_waits_for_a_running_call(engine, pool, fd, slow):
     reader, writer = slow
     results = []
     ops = [op(pool, reader, write=False, at=0, slot=0)]
+    ops += [op(pool, fd, write=False, at=i, slot=i) for i in range(1, 60)]  # most not begun
     runner = threading.Thread(target=lambda: results.append(run(engine, ops)))
     runner.start()
     time.sleep(0.1)
@@ -295,7 +327,7 @@ def test_close_waits_for_a_running_call(engine, pool, slow):
     os.write(writer, b"w" * PAGE)
     closer.join()
     runner.join()
-    assert results == [{0: PAGE}]
+    assert results == [dict.fromkeys(range(60), PAGE)]
 
 
 def test_a_closed_engine_refuses(engine, pool, fd):

@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,15 +105,31 @@ def test_a_failed_allocation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert (tmp_path / "blocks.data").stat().st_size == MB
 
 
-def test_a_file_is_locked_against_other_services(tmp_path):
+def test_a_folder_that_is_named_twice_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "twice")
+    for other in (tmp_path / "twice", tmp_path / "link"):
+        with pytest.raises(BadInput, match="named twice"):
+            Stripes.open([tmp_path / "twice", other], MB)
+
+
+def test_writes_of_a_killed_predecessor_are_waited_for(tmp_path):
+    """The kernel keeps its file open, and locked, until they have ended."""
+    former = Stripes.open([tmp_path], MB)
+    threading.Timer(0.3, former.close).start()
+    stripes = Stripes.open([tmp_path], MB)
+    assert not former.intact()
+    stripes.close()
+
+
+def test_a_file_is_locked_against_other_services(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.1)
     stripes = Stripes.open([tmp_path], MB)
     with pytest.raises(FolderInUse, match=f"{tmp_path}/blocks.data"):
         Stripes.open([tmp_path / "other", tmp_path], MB)
-    with pytest.raises(FolderInUse, match="named twice"):
-        Stripes.open([tmp_path / "twice"] * 2, MB)
     script = (
-        "import sys, pathlib\nfrom tiered_kv.tiers.stripes import Stripes\n"
-        "Stripes.open([pathlib.Path(sys.argv[1])], 1 << 20)\n"
+        "import sys, pathlib\nfrom tiered_kv.tiers import stripes\n"
+        "stripes._LOCK_WAIT_S = 0.1\n"
+        "stripes.Stripes.open([pathlib.Path(sys.argv[1])], 1 << 20)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", script, str(tmp_path)]

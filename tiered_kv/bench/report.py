@@ -53,16 +53,20 @@ def compared(
     return Result(name, value, unit, against, against_value, ratio, bar, holds)
 
 
-def write(path: Path, results: Sequence[Result], machine: Mapping[str, Any]) -> None:
-    """Write the report as JSON. Raises `OSError`."""
-    report = {
+def document(results: Sequence[Result], machine: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as plain values."""
+    return {
         "machine": dict(machine),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "results": [asdict(result) for result in results],
     }
+
+
+def write(path: Path, results: Sequence[Result], machine: Mapping[str, Any]) -> None:
+    """Write the report as JSON. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(document(results, machine), indent=2) + "\n")
 
 
 def table(results: Sequence[Result], console: Console | None = None) -> None:

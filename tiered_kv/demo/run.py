@@ -51,6 +51,7 @@ class Report:
 
     chats: list[Chat]
     hbm_only: int
+    blocks_moved: dict[str, int]
     bytes_moved: dict[str, int]
     checks_failed: int
     out_of_memory: int
@@ -70,6 +71,7 @@ class Report:
             "checks_failed": self.checks_failed,
             "wake_ms": {t: _spread(v) | {"count": len(v)} for t, v in sorted(wakes.items())},
             "recompute_ms": _spread([chat.recompute_s for chat in self.chats]),
+            "blocks_moved": self.blocks_moved,
             "bytes_moved": self.bytes_moved,
             "tokens": self.tokens,
             "wall_s": round(self.wall_s, 1),
@@ -179,17 +181,19 @@ def _second_questions(
 def _report(
     kv: Client, chats: list[Chat], config: Config, layout: KVLayout, blocks: int, wall_s: float
 ) -> Report:
+    blocks_moved: dict[str, int] = defaultdict(int)
     moved: dict[str, int] = defaultdict(int)
     failed = oom = 0
     for status in kv.nodes():
         for leg in status["moves"]:
+            blocks_moved[f"{leg['from']}-{leg['to']}"] += leg["blocks"]
             moved[f"{leg['from']}-{leg['to']}"] += leg["bytes"]
         counts = status["counts"]
         failed += sum(n for event, n in counts.items() if event == "failed.corrupt")
         oom += sum(n for why, n in status["misses"].items() if why in ("full", "too_large"))
     capacity = int(config.hbm.bytes * config.hbm.high) // layout.block_bytes
     return Report(
-        chats, capacity // blocks, dict(moved), failed, oom, wall_s,
+        chats, capacity // blocks, dict(blocks_moved), dict(moved), failed, oom, wall_s,
         sum(len(chat.second_ids) for chat in chats),
     )  # fmt: skip
 

@@ -67,15 +67,19 @@ def _check_moves(hierarchy: Hierarchy) -> None:
 
 
 def _check_family(hierarchy: Hierarchy, block: Block) -> None:
-    book = hierarchy.book
+    book, name = hierarchy.book, block.key.hex()
     if block.parent_key is not None and not book.below:
-        parent = book.blocks.get(block.parent_key)
-        assert parent is not None, f"{block.key.hex()} is resident and its parent is not"
-        assert block.parent is parent, f"{block.key.hex()} is not attached to its parent"
+        assert block.parent_key in book.blocks, f"{name} is resident and its parent is not"
+        assert block.parent is book.blocks[block.parent_key], f"{name} has another parent"
     if block.parent is not None:
-        siblings, one = 0, block.parent.child
-        while one is not None and one is not block:
-            siblings, one = siblings + 1, one.next
-            assert siblings <= len(book.blocks), "the list of children is a circle"
-        assert one is block, f"{block.key.hex()} is not among its parent's children"
-        assert book.blocks.get(block.parent.key) is block.parent, "a parent is not on file"
+        assert book.blocks.get(block.parent.key) is block.parent, f"{name}'s parent has gone"
+        before = block.parent.child if block.prev is None else block.prev.next
+        assert before is block, f"{name} is not among its parent's children"
+    for one, other in ((block, block.prev), (block.next, block)):
+        if one is not None and other is not None:
+            assert other.next is one, f"{name}: siblings disagree"
+            assert one.prev is other, f"{name}: siblings disagree"
+            assert one.parent is other.parent, f"{name}: siblings have different parents"
+    if block.child is not None:
+        assert block.child.parent is block, f"{name}: its child has another parent"
+        assert block.child.prev is None, f"{name}: its first child is not the first"

@@ -13,6 +13,16 @@ from pathlib import Path
 from typing import Self
 
 from tiered_kv.errors import TierBroken
+from tiered_kv.tiers.index_file import (
+    DAMAGED,
+    FORMAT,
+    TABLES,
+    Geometry,
+    code,
+    connect,
+    read_meta,
+    set_aside,
+)
 from tiered_kv.tiers.index_rows import (
     SessionRow,
     block_of,
@@ -21,27 +31,6 @@ from tiered_kv.tiers.index_rows import (
     session_record,
 )
 from tiered_kv.types import BlockKey, Located
-
-FORMAT = 1
-_KEPT = 3  # index file sets that are kept for inspection
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_TABLES = """
-CREATE TABLE meta(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE blocks(slot INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB,
-    nbytes INTEGER NOT NULL, layout BLOB NOT NULL, checksum INTEGER NOT NULL,
-    written_at INTEGER NOT NULL, seal INTEGER NOT NULL);
-CREATE TABLE sessions(id BLOB PRIMARY KEY, doc BLOB NOT NULL, updated REAL NOT NULL,
-    seal INTEGER NOT NULL) WITHOUT ROWID;
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """How slots map to files; rows written under another one point at the wrong places."""
-
-    slab_bytes: int
-    stripes: int
-    capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +147,7 @@ class Index:
                 yield db
                 db.execute("COMMIT")
             except sqlite3.Error as error:
-                if _code(error) in _DAMAGED:  # this call fails, the next one has a fresh index
+                if code(error) in DAMAGED:  # this call fails, the next one has a fresh index
                     self.opened = self._fresh(str(error))
                 raise TierBroken(f"cannot {doing} {self.path}: {error}") from error
             finally:
@@ -170,26 +159,26 @@ class Index:
         if not self.path.exists():
             return self._fresh("new")
         try:
-            db = self._db = _connect(self.path)
+            db = self._db = connect(self.path)
             verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0].decode()
             if verdict != "ok":
                 return self._fresh(verdict)
-            if (found := _read_meta(db).get("format")) != FORMAT:
+            if (found := read_meta(db).get("format")) != FORMAT:
                 return self._fresh(f"format {found}, not {FORMAT}")
             newest = db.execute("SELECT coalesce(max(written_at), 0) FROM blocks").fetchone()[0]
             self._sequence = newest if isinstance(newest, int) else 0
             return Opened(None, self._adapt(db))
         except sqlite3.Error as error:
             # SQLITE_ERROR: a table or column is not there
-            if _code(error) in (*_DAMAGED, sqlite3.SQLITE_ERROR) or not self.path.is_file():
+            if code(error) in (*DAMAGED, sqlite3.SQLITE_ERROR) or not self.path.is_file():
                 return self._fresh(str(error))
             self._disconnect()
             raise TierBroken(f"cannot open {self.path}: {error}") from error
 
     def _adapt(self, db: sqlite3.Connection) -> int:
         """Rows dropped because they were written under another geometry."""
-        wanted = _meta(self._geometry)
-        if _read_meta(db) == wanted:
+        wanted = self._geometry.as_meta()
+        if read_meta(db) == wanted:
             return 0
         db.execute("BEGIN IMMEDIATE")
         dropped = db.execute("DELETE FROM blocks").rowcount
@@ -201,58 +190,11 @@ class Index:
         """Set the former files aside, if there are any, and begin an empty index."""
         self._disconnect()
         try:
-            _set_aside(self.path)
-            db = _connect(self.path)
-            db.executescript(f"BEGIN;{_TABLES}COMMIT;")
+            set_aside(self.path)
+            db = connect(self.path)
+            db.executescript(f"BEGIN;{TABLES}COMMIT;")
             self._adapt(db)
         except (sqlite3.Error, OSError) as error:
             raise TierBroken(f"cannot create {self.path}: {error}") from error
         self._db = db
         return Opened(why, 0)
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    db.text_factory = bytes  # damage can turn a blob into text that is no UTF-8
-    try:
-        # Exclusive: the folder's lock makes the file ours, and no shared-memory file is mapped,
-        # whose pages would be a SIGBUS on a full disk.
-        db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        db.execute("PRAGMA journal_mode=WAL").fetchall()
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute(f"PRAGMA journal_size_limit={64 << 20}")
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db
-
-
-def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for errors of the Python module itself."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _set_aside(path: Path) -> None:
-    """Rename the file set to `index.corrupt-N`; beyond three sets the oldest gives way."""
-    names = [path.with_name(f"{path.stem}.corrupt-{n}") for n in range(1, _KEPT + 1)]
-    aside = min(names, key=lambda name: name.stat().st_mtime if name.exists() else 0.0)
-    for suffix in ("-wal", "-shm", ""):
-        file, target = (p.with_name(p.name + suffix) for p in (path, aside))
-        if file.exists():
-            file.replace(target)
-        elif path.exists():
-            target.unlink(missing_ok=True)  # of the set that gives way
-
-
-def _read_meta(db: sqlite3.Connection) -> dict[str, int]:
-    rows = db.execute("SELECT name, value FROM meta").fetchall()
-    return {name.decode("utf-8", "replace"): value for name, value in rows}
-
-
-def _meta(geometry: Geometry) -> dict[str, int]:
-    return {
-        "format": FORMAT,
-        "slab_bytes": geometry.slab_bytes,
-        "stripes": geometry.stripes,
-        "capacity_bytes": geometry.capacity_bytes,
-    }

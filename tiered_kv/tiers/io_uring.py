@@ -37,6 +37,7 @@ class UringEngine:
         self._lock = threading.Condition()
         self._free: list[Ring] = []
         self._rings = 0
+        self._most = MAX_RINGS
         self._closed = False
         self._plain_because = ""
         self._first = self._new_ring()
@@ -136,12 +137,10 @@ class UringEngine:
     def _ring(self) -> Iterator[Ring]:
         """A ring for one caller; made when none is free, awaited when there are enough."""
         with self._lock:
-            self._lock.wait_for(lambda: self._free or self._rings < MAX_RINGS or self._closed)
+            while not self._free and not self._closed:
+                self._add_ring()
             if self._closed:
                 raise TierBroken("the I/O engine is closed")
-            if not self._free:
-                self._free.append(self._new_ring())
-                self._rings += 1
             ring = self._free.pop()
         try:
             yield ring
@@ -149,6 +148,17 @@ class UringEngine:
             with self._lock:
                 self._free.append(ring)
                 self._lock.notify_all()
+
+    def _add_ring(self) -> None:
+        """Make a further ring, or wait for one when there are enough or the kernel refuses."""
+        if self._rings < self._most:
+            try:
+                self._free.append(self._new_ring())
+                self._rings += 1
+                return
+            except TierBroken:
+                self._most = self._rings
+        self._lock.wait()
 
     def _new_ring(self) -> Ring:
         """A ring with the pool registered, shared with the first one where the kernel can."""

@@ -8,7 +8,8 @@ from typing import Self
 from tiered_kv.errors import BadInput
 from tiered_kv.folder import Folder
 from tiered_kv.slots import SlotPool
-from tiered_kv.tiers.index import Geometry, Index
+from tiered_kv.tiers.index import Index
+from tiered_kv.tiers.index_file import Geometry
 from tiered_kv.tiers.io_engine import IoOp, PoolMemory
 from tiered_kv.tiers.nvme_probe import SCRATCH_BYTES
 from tiered_kv.tiers.stripes import Progress, Stripes
@@ -45,10 +46,6 @@ class NvmeFiles:
                 f"slab_bytes {slab_bytes} is no multiple of {len(folders)} x {ALIGNMENT}"
             )
         with ExitStack() as opening:
-            scratch = Stripes.open(
-                folders, SCRATCH_BYTES, free_floor_bytes=free_floor_bytes, name="scratch"
-            )
-            opening.callback(scratch.close)
             stripes = Stripes.open(
                 folders,
                 slots.capacity_bytes // len(folders),
@@ -56,6 +53,10 @@ class NvmeFiles:
                 progress=progress,
             )
             opening.callback(stripes.close)
+            scratch = Stripes.open(
+                folders, SCRATCH_BYTES, free_floor_bytes=free_floor_bytes, name="scratch"
+            )
+            opening.callback(scratch.close)
             geometry = Geometry(slab_bytes, len(folders), slots.capacity_bytes)
             index = Index.open(folder.path / "index.db", geometry)
             opening.callback(index.close)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,9 @@ from tiered_kv.types import ALIGNMENT
 _STEP_BYTES = 1 << 30
 """Preallocation goes in steps of this, so that progress can be shown and an interruption leaves
 a file that is visibly too short."""
+
+_LOCK_WAIT_S = 10.0
+"""How long a predecessor's writes may take to end; a live service is reported after it."""
 
 Progress = Callable[[int, int], None]
 """`progress(done_bytes, total_bytes)` of the space that had to be allocated."""
@@ -111,13 +115,9 @@ class Stripes:
         self.fds += (fd,)
         if not direct:
             self._cached.add(fd)
-        try:
-            # A device folder may be named by two services whose own folders differ.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise FolderInUse(
-                f"data file {file} is in use by a live service, or its folder is named twice"
-            ) from error
+        if any(os.path.sameopenfile(fd, other) for other in self.fds[:-1]):
+            raise BadInput(f"device folder {file.parent} is named twice")
+        _lock(fd, file)
 
     def _resize(self, free_floor_bytes: int, progress: Progress | None) -> None:
         sizes = [os.fstat(fd).st_size for fd in self.fds]
@@ -157,6 +157,25 @@ class Stripes:
                     f"{free_floor_bytes} must stay free: {max(0, free - free_floor_bytes)} fit"
                 )
         return sum(wanted.values())
+
+
+def _lock(fd: int, file: Path) -> None:
+    """Lock a data file: two services with folders of their own may name one device folder.
+
+    A killed process has to be waited for: 1. A is killed with writes in flight; its folder's lock
+    ends at once.  2. B opens the folder.  3. The kernel ends A's writes, over B's new blocks. The
+    writes in flight hold the data file open, and with it this lock, until they have ended.
+    """
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise FolderInUse(f"data file {file} is in use by a live service") from error
+            time.sleep(0.005)
+        except OSError as error:
+            raise medium_error(error, file, "lock") from error
 
 
 def _open_direct(file: Path) -> tuple[int, bool]:

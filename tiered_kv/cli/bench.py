@@ -1,0 +1,112 @@
+"""`tiered-kv bench`: what this machine does, against what it could do at best."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tiered_kv.cli.demo import embedded, within
+from tiered_kv.cli.options import (
+    Options,
+    common,
+    json_target,
+    one_size,
+    refuse_given_options,
+    words,
+)
+from tiered_kv.cli.output import Screen, emit
+
+if TYPE_CHECKING:
+    from tiered_kv.bench.report import Result
+
+Measure = Callable[[Screen], "Sequence[Result]"]
+
+
+@click.group(invoke_without_command=True)
+@click.option("--out", metavar="FOLDER", help="Run all of them, with a JSON file each in FOLDER.")
+@click.pass_context
+def bench(ctx: click.Context, out: str | None) -> None:
+    """Measure this machine. Each result stands beside what it was measured against."""
+    if ctx.invoked_subcommand is not None:
+        refuse_given_options()
+        return
+    if out is None:
+        raise click.UsageError(f"name a benchmark ({', '.join(bench.commands)}), or give --out")
+    for name, command in bench.commands.items():
+        args = ["--json", str(Path(out) / f"{name}.json")]
+        with command.make_context(name, args, parent=ctx) as below:
+            command.invoke(below)
+
+
+@bench.command()
+@click.option("--seconds", default=180.0, show_default=True, type=click.FloatRange(min=0),
+              help="When they are over, each leg gets three rounds.")  # fmt: skip
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--sizes", callback=words, metavar="SIZE,...", help="Block sizes.")
+@click.option("--legs", callback=words, metavar="NAME,...", help="Such as dram-to-nvme.")
+@click.option("--engines", callback=words, metavar="NAME,...", help="Such as threads.")
+@click.option("--bytes", "nbytes", callback=one_size, default="256MiB", show_default=True,
+              metavar="SIZE", help="What a pass moves.")  # fmt: skip
+@click.option("--folder", metavar="FOLDER", help="On the disk to measure [default: nvme.folder].")
+@json_target
+@common
+def io(
+    options: Options, seconds: float, rounds: int, sizes: tuple[str, ...] | None,
+    legs: tuple[str, ...] | None, engines: tuple[str, ...] | None, nbytes: int,
+    folder: str | None, json_to: str | None,
+) -> None:  # fmt: skip
+    """Copies between tiers, each against the bare medium."""
+    from tiered_kv.bench import io as legs_between_tiers
+    from tiered_kv.config import parse_size
+
+    where = Path(folder) if folder else options.config().nvme_folder
+    measured = [parse_size(text) for text in sizes or ()] or legs_between_tiers.SIZES
+
+    def measure(screen: Screen) -> "Sequence[Result]":
+        return legs_between_tiers.run(
+            folder=where, sizes=measured, rounds=rounds, seconds=seconds, nbytes=nbytes,
+            legs=legs or legs_between_tiers.LEGS, engines=engines or legs_between_tiers.ENGINES,
+            progress=screen.step,
+        )  # fmt: skip
+
+    _report(measure, json_to, where)
+
+
+@bench.command()
+@click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(min=0))
+@json_target
+@common
+def hierarchy(options: Options, seconds: float, json_to: str | None) -> None:
+    """Decisions alone, no I/O: block accesses a second."""
+    from tiered_kv.bench.hierarchy import run
+
+    with options.exported():
+        _report(lambda screen: run(seconds=seconds, progress=screen.step), json_to)
+
+
+@bench.command()
+@click.option("--minutes", default=2.0, show_default=True, type=click.FloatRange(0, min_open=True))
+@click.option("--ray/--no-ray", default=True, show_default=True,
+              help="In a Ray cluster of its own, or within this process.")  # fmt: skip
+@json_target
+@common
+def churn(options: Options, minutes: float, ray: bool, json_to: str | None) -> None:
+    """Random sessions through all tiers, comparing every byte and looking for leaks."""
+    from tiered_kv.bench.churn import run
+
+    connect = embedded if ray else within
+    with options.exported():
+        _report(lambda s: run(minutes=minutes, connect=connect, progress=s.step), json_to)
+
+
+def _report(measure: Measure, json_to: str | None, *folders: Path) -> None:
+    """Measure, print the table, write the JSON with facts about this machine."""
+    from tiered_kv.bench.report import document, table
+    from tiered_kv.machine import facts
+
+    with Screen(json_to) as screen:
+        results = measure(screen)
+        screen.quiet()
+        table(results, screen.console)
+    emit(document(results, facts(folders).as_dict()), json_to)
