@@ -1,10 +1,14 @@
 """A thread that tells the coordinator that this process lives, and notices when it should not."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from tiered_kv.directory import BEAT_S
+
+log = logging.getLogger(__name__)
 
 
 class Heart:
@@ -18,6 +22,10 @@ class Heart:
         self._orphaned = orphaned
         self._parent = os.getppid()
         self._end = threading.Event()
+        self._beats = ThreadPoolExecutor(1, thread_name_prefix="kv-beat")
+        self.failed = 0
+        """Beats that ended with a defect. The heart goes on: without it nobody would be placed
+        here any more."""
         self._thread = threading.Thread(target=self._run, name="kv-heart", daemon=True)
         self._thread.start()
 
@@ -32,7 +40,12 @@ class Heart:
             if os.getppid() != self._parent:
                 # Ray's worker ends itself when its raylet dies; this is for one that cannot.
                 return self._orphaned("the raylet that started this process is gone", True)
-            if self._beat():
+            beat = self._beats.submit(self._beat)
+            error = beat.exception()
+            if error is not None:
+                self.failed += 1
+                log.warning("a beat failed", exc_info=error)
+            elif beat.result():
                 return self._orphaned("a later life of this node has announced itself", False)
             self._end.wait(BEAT_S)
         return None

@@ -7,13 +7,15 @@ from typing import Any
 import ray
 
 from tiered_kv import assemble
-from tiered_kv.actors.shell import GROUPS, Build, Shell
+from tiered_kv.actors.shell import GROUPS, PING_S, Build, Shell
 from tiered_kv.announcing import Announcer
 from tiered_kv.config import Config
 from tiered_kv.directory import Member
 from tiered_kv.errors import TieredKVError
 from tiered_kv.hosts import host_identity
 from tiered_kv.node import Node
+from tiered_kv.runner import Runner
+from tiered_kv.types import SessionId
 
 
 def with_share(config: Config, share: int) -> Config:
@@ -56,24 +58,25 @@ class NodeShell(Shell):
 
     def _beat(self) -> bool:
         try:
-            node = self.life.runner.node
+            runner = self.life.runner
         except TieredKVError:
             return False  # not there yet, or `status` tells why not
         if self._announcer is None:
-            self._announcer = Announcer(self.coordinator, lambda: self._facts(node))
+            self._announcer = Announcer(self.coordinator, lambda: self._facts(runner))
         superseded = self._announcer.beat()
         self.missed_beats = self._announcer.missed
         return superseded
 
-    def _facts(self, node: Node) -> tuple[Member, list[str]]:
-        """Read from another thread than the node's: single values and one copied list."""
-        usage = node.hierarchy.usage()
+    def _facts(self, runner: Runner) -> tuple[Member, list[SessionId]]:
+        """Asked of the node's own loop: a node that hangs falls silent, and is not placed upon."""
+        usage, sessions = runner.call("holdings", timeout_s=PING_S)
+        parts = runner.node.parts
         member = Member(
-            node.parts.node_id, node.parts.incarnation, self.name,
+            parts.node_id, parts.incarnation, self.name,
             host_identity(self.config.shm_folder),
             sum(tier.capacity_bytes for tier in usage), sum(tier.used_bytes for tier in usage),
         )  # fmt: skip
-        return member, [session.id for session in node.keeper.table]
+        return member, sessions
 
     def _farewell(self, node: Node) -> None:
         self._tell("leave", node.parts.node_id)

@@ -86,7 +86,7 @@ class Shell:
             "name": self.name,
             "pid": os.getpid(),
             "problem": problem,
-            "missed_beats": self.missed_beats,
+            "missed_beats": self.missed_beats + self._heart.failed,
             "config": self.config.as_dict(),
         }
 

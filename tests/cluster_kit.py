@@ -1,5 +1,6 @@
 """A service in an embedded Ray cluster of a test's own, and an engine that speaks its verbs."""
 
+import asyncio
 import contextlib
 import os
 import random
@@ -251,6 +252,21 @@ async def host_whose_disk_waits(config: Config) -> Node:
     with contextlib.suppress(AttributeError):
         nvme.read = waiting_read  # type: ignore[method-assign]
     assert nvme.read is waiting_read
+    return node
+
+
+async def host_whose_loop_hangs(config: Config) -> Node:
+    """A host whose event loop stands still as long as the file `hang` lies beside its folder."""
+    hang = config.nvme_folder.parent / "hang"
+    node = await host(config)
+
+    async def block() -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            while hang.exists():
+                time.sleep(0.02)  # noqa: ASYNC251
+
+    node.test_task = asyncio.create_task(block())  # type: ignore[attr-defined]
     return node
 
 

@@ -30,24 +30,25 @@ class Announcer:
     """The node's end. Used by one thread."""
 
     def __init__(self, link: Link, facts: Facts) -> None:
-        """`facts` answers who this is and the ids of all sessions that it holds."""
+        """`facts` answers who this is and the ids of all sessions that it holds, or raises
+        `Unreachable`."""
         self._link = link
         self._facts = facts
         self._told: set[str] = set()
         self._whole = False
         self._beat = 0
         self.missed = 0
-        """Beats that did not reach the coordinator."""
+        """Beats that did not reach the coordinator, or could not be taken from the node."""
 
     def beat(self) -> bool:
         """Tell what changed; True when a later life of this node is known there.
 
-        One call, and one more for every `BATCH` changed sessions; O(sessions). A coordinator that
-        does not answer is counted and ignored. Blocks up to `TIMEOUT_S` a call.
+        One call, and one more for every `BATCH` changed sessions; O(sessions). A coordinator or
+        node that does not answer is counted and ignored. Blocks up to `TIMEOUT_S` a call.
         """
-        member, held = self._facts()
-        ids = set(held)
         try:
+            member, held = self._facts()
+            ids: set[str] = set(held)
             for _ in range(MAX_BATCHES):
                 ack, complete = self._tell(member, ids)
                 if ack.superseded:

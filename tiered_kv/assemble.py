@@ -3,7 +3,10 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from tiered_kv import liveness
@@ -29,14 +32,30 @@ async def host(config: Config, progress: Progress | None = None) -> Node:
     Blocks a thread, not the loop, while memory and files are prepared; `progress` hears bytes.
     Raises `DoesNotFit`, `FolderInUse`, `TierBroken`, `BadConfig`; nothing is left behind then.
     """
-    parts = await asyncio.to_thread(host_parts, config, progress)
-    return Node(config, parts)
+    return await _start(config, partial(host_parts, config, progress))
 
 
 async def gpu(config: Config, link: Link, index: int = 0) -> Node:
     """The node of GPU `index` (or its CPU stand-in) above the host that `link` leads to."""
-    parts = await asyncio.to_thread(gpu_parts, config, link, index)
-    return Node(config, parts)
+    return await _start(config, partial(gpu_parts, config, link, index))
+
+
+async def _start(config: Config, prepare: Callable[[], Parts]) -> Node:
+    """Prepare media in a thread and start a node on them. Whatever ends this, also giving up on
+    it while the thread works, gives the media back."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="kv-prepare")
+    prepared = thread.submit(prepare)
+    thread.shutdown(wait=False)
+    try:
+        return Node(config, await asyncio.wrap_future(prepared))
+    except BaseException:
+        prepared.add_done_callback(_close)
+        raise
+
+
+def _close(prepared: "Future[Parts]") -> None:
+    if not prepared.cancelled() and prepared.exception() is None:
+        prepared.result().close()
 
 
 def host_parts(config: Config, progress: Progress | None = None) -> Parts:
@@ -91,12 +110,13 @@ def gpu_parts(config: Config, link: Link, index: int = 0) -> Parts:
             config.shm_folder, f"{node_id}-{incarnation}", capacity,
             node_id=node_id, incarnation=incarnation, device=config.hbm.device,
         )  # fmt: skip
+        undo.callback(pool.close)
+        spec = TierSpec(
+            Medium.HBM, capacity, slab, high=config.hbm.high, low=config.hbm.low,
+            policy=config.hbm.policy,
+        )  # fmt: skip
+        tier = HostTier(link, pool, node_id, config.hbm.verify, config.service.call_timeout_s)
         undo.pop_all()
-    spec = TierSpec(
-        Medium.HBM, capacity, slab, high=config.hbm.high, low=config.hbm.low,
-        policy=config.hbm.policy,
-    )  # fmt: skip
-    tier = HostTier(link, pool, node_id, config.hbm.verify, config.service.call_timeout_s)
     return Parts(
         node_id, incarnation, Medium.HBM, pool, [spec], {Medium.HOST: tier}, below=link, host=tier,
         alive=alive, notes=(pool.describe(),),

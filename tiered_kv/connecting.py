@@ -42,7 +42,7 @@ class Cluster:
         self._members: dict[str, Member] = {}
         self._asked = 0.0
         self._away_until = 0.0
-        self._placed: OrderedDict[str, str] = OrderedDict()
+        self._placed: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._lock = threading.Lock()
         self._alone = placement("rendezvous")  # clients that cannot ask still agree
 
@@ -71,13 +71,13 @@ class Cluster:
         if time.monotonic() - self._asked > FRESH_S:
             self.members()
         with self._lock:
-            last = self._placed.get(sid)
+            last, _ = self._placed.get(sid, (None, 0.0))
         try:
             found: Placement = self._ask("place", sid, self.host, last)
         except Unreachable as error:
             found = self._place_alone(sid, last, error)
         with self._lock:
-            self._placed[sid] = found.member.node_id
+            self._placed[sid] = found.member.node_id, time.monotonic()
             self._placed.move_to_end(sid)
             if len(self._placed) > MAX_REMEMBERED:
                 self._placed.popitem(last=False)
@@ -97,8 +97,17 @@ class Cluster:
 
     def link_for(self, session: str) -> RayLink:
         """The link that serves a session from here: to the first GPU actor of its node, or to the
-        node where none has announced itself. Costs and errors of `place`."""
-        member = self.place(session).member
+        node where none has announced itself.
+
+        No call for a session that was placed less than `FRESH_S` ago on a node that is still
+        there; costs and errors of `place` otherwise.
+        """
+        sid = session_id(session)
+        with self._lock:
+            node_id, at = self._placed.get(sid, ("", 0.0))
+            known = self._members.get(node_id)
+        fresh = known is not None and time.monotonic() - at < FRESH_S
+        member = known if known and fresh else self.place(sid).member
         return self.link(member, Medium.HBM if member.gpus else Medium.DRAM)
 
     # -- operating ------------------------------------------------------------------------
@@ -130,8 +139,10 @@ class Cluster:
         Idempotent."""
         owned, self._owned = self._owned, False
         if owned and ray.is_initialized():
-            launch.down(self.config)
-            ray.shutdown()
+            try:
+                launch.down(self.config)
+            finally:
+                ray.shutdown()
 
     def __enter__(self) -> "Cluster":
         return self

@@ -68,6 +68,8 @@ class Health:
                 why = "its folder or files were removed or replaced"
             if why and not breaker.open and breaker.failed_now(why, now):
                 self._take_out(medium)
+            if medium in overdue:
+                mover.give_up(medium, why)
             if not why and breaker.probe_due(now):
                 await self._probe(medium, io)
 

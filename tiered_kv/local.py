@@ -42,9 +42,11 @@ class Local:
 
     def close(self) -> None:
         """Write what only memory holds below, and stop. Idempotent."""
-        if self.gpu is not None:
-            self.gpu.stop()
-        self.host.stop()
+        try:
+            if self.gpu is not None:
+                self.gpu.stop()
+        finally:
+            self.host.stop()
 
 
 def local(config: Config, gpu: bool = True) -> Client:

@@ -6,7 +6,6 @@ until the thread that copies has really ended: bytes that arrive late must hurt 
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,9 @@ from dataclasses import dataclass, field
 
 from tiered_kv.errors import TierBroken, Unreachable
 from tiered_kv.generations import Generations
+from tiered_kv.supervise import surviving
 from tiered_kv.tiers.base import Tier
 from tiered_kv.types import BlockKey, Done, Failed, Medium, Move, MoveKind, Outcome, Why
-
-log = logging.getLogger(__name__)
 
 LANE_WORKERS = 2
 """Batches at once a lane; each is already as parallel as its medium likes."""
@@ -61,6 +59,7 @@ class Mover:
         self._jobs: dict[int, _Job] = {}
         self._running: dict[int, tuple[float, Medium]] = {}  # move -> when its copy began
         self._number = 0
+        self._closed = False
         self.legs: dict[tuple[Medium, Medium], Leg] = {}
         self._lanes: dict[tuple[Medium, bool], asyncio.PriorityQueue[_Job]] = {}
         self._workers: list[asyncio.Task[None]] = []
@@ -79,7 +78,9 @@ class Mover:
             self._workers.append(asyncio.create_task(self._work(queue, threads), name=name))
 
     def submit(self, move: Move) -> None:
-        """Queue a move. Does not block."""
+        """Queue a move. Does not block. After `close` nothing moves any longer."""
+        if self._closed:
+            return
         up = move.target is self._pool
         self._number += 1
         job = _Job(move.kind, self._number, move, asyncio.get_running_loop().create_future())
@@ -90,7 +91,9 @@ class Mover:
         self, moves: Sequence[int], timeout_s: float
     ) -> dict[BlockKey, Outcome] | None:
         """Wait until all these moves have ended: the outcome of each of their blocks that is not
-        long known. None when the time ran out before."""
+        long known. None when the time ran out before, or when nothing moves any longer."""
+        if self._closed:
+            return None
         jobs = [self._jobs[i] for i in moves if i in self._jobs]
         if not jobs:
             return {}
@@ -124,25 +127,48 @@ class Mover:
         """Moves that were submitted and have not ended."""
         return len(self._jobs)
 
+    def give_up(self, medium: Medium, why: str) -> None:
+        """Fail the moves that wait for a medium which hangs, so that their sources are free to
+        leave in another way. What runs keeps its slots until it has really ended."""
+        for (of, _), queue in self._lanes.items():
+            while of is medium and not queue.empty():
+                job = queue.get_nowait()
+                self._end(job, [Failed(Why.OFFLINE, why)] * len(job.move.blocks))
+
     async def close(self) -> None:
-        """Wait for what runs, drop what waits (its sources are untouched), end the threads."""
+        """End every wait, wait for what runs, drop what waits (its sources are untouched), end
+        the threads. Idempotent."""
+        self._closed = True
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        for job in self._jobs.values():
+            n = len(job.move.blocks)
+            job.ended.set_result([Failed(Why.OFFLINE, "the node was stopped")] * n)
+        self._jobs.clear()
         for threads in self._threads:
             await asyncio.to_thread(threads.shutdown, True, cancel_futures=True)
 
     async def _work(
         self, queue: "asyncio.PriorityQueue[_Job]", threads: ThreadPoolExecutor
     ) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             job = await queue.get()
-            move, began = job.move, time.monotonic()
-            up = move.target is self._pool
-            self._running[move.id] = began, move.source if up else move.target
+            outcomes: list[Outcome] = []
+            with surviving(f"a move from {job.move.source} to {job.move.target}") as failure:
+                outcomes = await self._run(job.move, threads)
+            if failure:
+                outcomes = [Failed(Why.IO_ERROR, failure[0])] * len(job.move.blocks)
+            self._end(job, outcomes)
+
+    async def _run(self, move: Move, threads: ThreadPoolExecutor) -> list[Outcome]:
+        """Copy one batch; its generations are odd meanwhile, and even where a block arrived."""
+        began, up = time.monotonic(), move.target is self._pool
+        self._running[move.id] = began, move.source if up else move.target
+        try:
             if up:
                 self._generations.open(move.targets)
+            loop = asyncio.get_running_loop()
             outcomes = await asyncio.shield(loop.run_in_executor(threads, self._carry, move))
             if up:
                 self._generations.publish(
@@ -152,25 +178,37 @@ class Mover:
                         if isinstance(outcome, Done)
                     ]
                 )
+        finally:
             del self._running[move.id]
-            self._account(move, outcomes, time.monotonic() - began)
-            self._done(move, outcomes)
-            del self._jobs[move.id]
-            job.ended.set_result(outcomes)
+        self._account(move, outcomes, time.monotonic() - began)
+        return outcomes
+
+    def _end(self, job: _Job, outcomes: list[Outcome]) -> None:
+        """Tell the owner and whoever waits. They hear of it even when the owner fails."""
+        with surviving(f"what follows a move from {job.move.source} to {job.move.target}"):
+            self._done(job.move, outcomes)
+        del self._jobs[job.move.id]
+        job.ended.set_result(outcomes)
 
     def _carry(self, move: Move) -> list[Outcome]:
-        """In a thread: copy one batch. The supervisor: whatever goes wrong is a counted miss."""
-        try:
-            if move.target is self._pool:
-                return self._tiers[move.source].read(move.blocks, move.targets)
-            targets = move.targets or (-1,) * len(move.blocks)
-            located = [b._replace(slot=t) for b, t in zip(move.blocks, targets, strict=True)]
-            return self._tiers[move.target].write(located, [b.slot for b in move.blocks])
-        except (TierBroken, Unreachable) as error:
-            return [Failed(Why.OFFLINE, str(error))] * len(move.blocks)
-        except Exception as error:  # the one supervisor: an unknown failure becomes a miss
-            log.exception("move %s from %s to %s failed", move.id, move.source, move.target)
-            return [Failed(Why.IO_ERROR, repr(error))] * len(move.blocks)
+        """In a thread: copy one batch. Whatever else goes wrong here is a counted miss, too."""
+        n = len(move.blocks)
+        outcomes: list[Outcome] = []
+        with surviving(f"move {move.id} from {move.source} to {move.target}") as failure:
+            try:
+                outcomes = self._copy(move)
+            except (TierBroken, Unreachable) as error:
+                outcomes = [Failed(Why.OFFLINE, str(error))] * n
+            if len(outcomes) != n:
+                raise TypeError(f"{len(outcomes)} outcomes came of {n} blocks")
+        return [Failed(Why.IO_ERROR, failure[0])] * n if failure else outcomes
+
+    def _copy(self, move: Move) -> list[Outcome]:
+        if move.target is self._pool:
+            return self._tiers[move.source].read(move.blocks, move.targets)
+        targets = move.targets or (-1,) * len(move.blocks)
+        located = [b._replace(slot=t) for b, t in zip(move.blocks, targets, strict=True)]
+        return self._tiers[move.target].write(located, [b.slot for b in move.blocks])
 
     def _account(self, move: Move, outcomes: Sequence[Outcome], seconds: float) -> None:
         leg = self.legs.setdefault((move.source, move.target), Leg())

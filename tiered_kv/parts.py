@@ -1,6 +1,7 @@
 """What a node is assembled from: its media, and the steps that touch more than one of them."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from tiered_kv import records
@@ -78,11 +79,9 @@ class Parts:
             self.nvme.flush()
 
     def close(self) -> None:
-        """Give everything back, last things first. Idempotent."""
-        for tier in self.tiers.values():
-            tier.close()
-        self.pool.close()
-        if self.alive is not None:
-            self.alive.close()
-        if self.folder is not None:
-            self.folder.close()
+        """Give everything back, last things first. Idempotent; what fails does not keep the rest
+        from being given back."""
+        with ExitStack() as closing:
+            for one in (self.folder, self.alive, self.pool, *self.tiers.values()):
+                if one is not None:
+                    closing.callback(one.close)

@@ -19,7 +19,7 @@ from tiered_kv.types import Reservation
 
 IO = frozenset(
     ("reserve", "commit", "fetch", "wake", "persist", "flush", "forget", "put_session",
-     "close_session")
+     "close_session", "end_session")
 )  # fmt: skip
 """Verbs that may wait for media."""
 HEALTH = frozenset(("ping", "about", "status", "list_sessions"))

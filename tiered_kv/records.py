@@ -3,8 +3,9 @@
 import json
 
 from tiered_kv.errors import BadInput
+from tiered_kv.inputs import check_count, short
 from tiered_kv.keys import KEY_BYTES
-from tiered_kv.sessions import Session, session_id
+from tiered_kv.sessions import Session, check_session, session_id
 from tiered_kv.types import BlockKey, Fingerprint
 
 VERSION = 1
@@ -33,21 +34,27 @@ def load(data: bytes) -> Session:
         size = int.from_bytes(data[:4], "little")
         header = json.loads(data[4 : 4 + size])
         if header["version"] != VERSION:
-            raise BadInput(f"session record of version {header['version']}, not {VERSION}")
+            raise BadInput(f"session record of version {short(header['version'])}, not {VERSION}")
+        check_count("blocks", header["blocks"])
+        check_count("token_bytes", header["token_bytes"])
         keys_end = 4 + size + KEY_BYTES * header["blocks"]
         if len(data) != keys_end + header["token_bytes"]:
             raise BadInput(f"session record of {len(data)} bytes is torn")
         run = tuple(
             BlockKey(data[i : i + KEY_BYTES]) for i in range(4 + size, keys_end, KEY_BYTES)
         )
-        return Session(
-            id=session_id(header["id"]),
-            layout=Fingerprint(bytes.fromhex(header["layout"])),
-            run=run,
-            n_tokens=int(header["n_tokens"]),
-            tail=bool(header["tail"]),
-            used_s=float(header["used_s"]),
-            tokens=data[keys_end:],
+        return check_session(
+            Session(
+                id=session_id(header["id"]),
+                layout=Fingerprint(bytes.fromhex(header["layout"])),
+                run=run,
+                n_tokens=header["n_tokens"],
+                tail=header["tail"],
+                used_s=header["used_s"],
+                tokens=data[keys_end:],
+            )
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except BadInput:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"session record cannot be read: {error!r}") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tiered_kv.errors import BadInput, BadSession, UnknownSession
+from tiered_kv.inputs import check_count, check_run, short
 from tiered_kv.types import BlockKey, Fingerprint, SessionId
 
 ALLOWED = re.compile(r"[A-Za-z0-9_:@+=~-]{1,128}")
@@ -49,6 +50,30 @@ def session_id(value: object) -> SessionId:
     )
 
 
+def check_session(session: object) -> Session:
+    """The session, when all of it fits together. Raises `BadInput` or `BadSession`."""
+    if not isinstance(session, Session):
+        raise BadInput(f"a session must be a Session, not {short(session)}")
+    name = session_id(session.id)
+    check_run(session.run)
+    check_count("n_tokens", session.n_tokens)
+    if type(session.layout) is not bytes or len(session.layout) != 16:
+        raise BadInput(f"session {name!r}: {short(session.layout)} is no layout's fingerprint")
+    blocks = len(session.run)
+    if (blocks == 0) != (session.n_tokens == 0) or blocks > session.n_tokens:
+        raise BadInput(f"session {name!r}: {session.n_tokens} tokens are not {blocks} blocks")
+    if type(session.tail) is not bool or (session.tail and not blocks):
+        raise BadInput(f"session {name!r} of {blocks} blocks has tail {short(session.tail)}")
+    if type(session.tokens) is not bytes or len(session.tokens) not in (0, 4 * session.n_tokens):
+        raise BadInput(
+            f"session {name!r}: tokens are {short(session.tokens)}, not 4 bytes for each of "
+            f"{session.n_tokens}"
+        )
+    if not isinstance(session.used_s, int | float) or not 0 <= session.used_s < 1e12:
+        raise BadInput(f"session {name!r} was used at {short(session.used_s)}, which is no time")
+    return session
+
+
 class SessionTable:
     """Sessions by id. Every call takes `now` in wall-clock seconds where it matters."""
 
@@ -70,6 +95,10 @@ class SessionTable:
         if session is None:
             raise UnknownSession(f"no session {sid!r} is held here")
         return session
+
+    def find(self, sid: SessionId) -> Session | None:
+        """The session, or None."""
+        return self._sessions.get(sid)
 
     def save(self, session: Session) -> list[BlockKey]:
         """Create or extend a session; the keys that it supersedes.

@@ -3,13 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tiered_kv.errors import StaleHandle
+from tiered_kv.errors import BadInput, StaleHandle
 from tiered_kv.pool import PoolHandle
 from tiered_kv.sessions import Session
-from tiered_kv.types import Lease, Medium, Why
+from tiered_kv.types import BlockKey, Lease, Medium, Why
 
 HANDLE_BITS = 40
 """A handle is `incarnation << 40 | number`: 10^12 of them a life, and none outlives it."""
+
+
+def incarnation_of(handle: int) -> int:
+    """Which life of a node gave a reservation or lease away.
+
+    Its slots are those of that life's pool, and of no other: whoever has another one mapped must
+    not touch a byte of it.
+    """
+    return handle >> HANDLE_BITS
 
 
 class Link(Protocol):
@@ -53,6 +62,15 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """Answer to `end_session`: the blocks that only this session may have had, in prefix order,
+    and which of them were dropped there. Those from which others descend stayed."""
+
+    only: tuple[BlockKey, ...]
+    gone: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """Answer to `commit`: how many blocks are held because of it, how many of the session's run
     are on a medium that outlives the processes, and the incomplete block that it replaced."""
@@ -75,6 +93,8 @@ class Handles:
 
     def back(self, handle: int) -> int:
         """The number behind it. Raises `StaleHandle` for one of another life of this process."""
+        if type(handle) is not int:
+            raise BadInput(f"{handle!r} is not a handle")
         if handle >> self.bits != self.incarnation:
             raise StaleHandle(
                 f"handle {handle} is of incarnation {handle >> self.bits}, "

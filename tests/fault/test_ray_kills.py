@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_kit import CALL_S, Engine, config_in, embedded, folders
+from cluster_kit import CALL_S, Engine, config_in, embedded, folders, until
 from other_process import Child
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,7 +28,7 @@ with environment(root):
 def still_there(processes):
     """Those of ours, and of Ray those that hold anything: its agents look for their raylet only
     once a minute."""
-    _, alive = psutil.wait_procs(processes, timeout=CALL_S)
+    _, alive = psutil.wait_procs(processes, timeout=0)
     names = []
     for process in alive:
         try:
@@ -55,7 +55,7 @@ def test_everything_ends_with_what_was_killed_and_the_next_start_is_warm(victim)
                 assert not node.is_running()
             else:
                 child.kill()
-                assert still_there(started) == []
+                until(lambda: still_there(started) == [], "all have ended")
         with embedded(config_in(root, shm), root) as cluster:
             engine = Engine(cluster.link(cluster.place("kept")))
             assert cluster.place("kept").kept

@@ -61,7 +61,7 @@ def io(
     from tiered_kv.config import parse_size
 
     where = Path(folder) if folder else options.config().nvme_folder
-    measured = [parse_size(text) for text in sizes or ()] or legs_between_tiers.SIZES
+    measured = [int(parse_size(text)) for text in sizes or ()] or legs_between_tiers.SIZES
 
     def measure(screen: Screen) -> "Sequence[Result]":
         return legs_between_tiers.run(

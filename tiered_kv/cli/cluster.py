@@ -1,7 +1,10 @@
 """Finding a Ray cluster, and the service in it, without waiting long for either."""
 
+import logging
 import os
+import re
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +20,18 @@ if TYPE_CHECKING:
 ANSWERS_S = 3.0
 WAIT_S = 10.0
 """For a coordinator that is being restarted."""
+TOKEN = "RAY_AUTH_MODE=token"
 WHAT_TO_DO = "start one with `ray start --head`, or name one with --address HOST:PORT"
 
 
 def ray_address(given: str | None) -> str | None:
-    """The address to join: `given`, `RAY_ADDRESS`, or that of this machine's last `ray start`.
+    """The address to join: `given`, or `RAY_ADDRESS`. None when Ray is to find its cluster.
 
-    None when none of them is there: Ray looks for its processes then. Raises `Unreachable` when
-    nothing listens there (Ray itself would try for minutes), `BadInput` for no address.
+    Raises `Unreachable` when nothing listens there, or where this machine's last `ray start`
+    was: Ray itself would try for minutes. Raises `BadInput` for what is no address.
     """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return None  # this process has joined one
     named = given or os.environ.get("RAY_ADDRESS")
     if named and (given or ":" in named):
         if not answers(named):
@@ -34,7 +40,7 @@ def ray_address(given: str | None) -> str | None:
     last = last_started()
     if last is not None and not answers(last):
         raise Unreachable(f"the last `ray start` here made {last}, which is gone; {WHAT_TO_DO}")
-    return last
+    return None  # and not `last`: only a cluster that it finds itself does Ray show its token
 
 
 def last_started() -> str | None:
@@ -66,6 +72,8 @@ def answers(address: str) -> bool:
 def joined(config: "Config", address: str | None) -> Iterator["Cluster"]:
     """The service that runs. Raises `Unreachable` with what to do when there is none."""
     where = ray_address(address)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+    hush_ray()
     import ray
 
     from tiered_kv.connecting import connect
@@ -75,18 +83,26 @@ def joined(config: "Config", address: str | None) -> Iterator["Cluster"]:
     except Unreachable as error:
         if ray.is_initialized():
             raise
-        raise no_ray(where, error) from None
+        raise no_ray(where) from error
     with cluster:
         yield cluster
 
 
-def no_ray(where: str | None, error: Unreachable) -> Unreachable:
-    """What `error` means where Ray was not joined, with what to do."""
+def no_ray(where: str | None) -> Unreachable:
+    """Why Ray was not joined, with what to do."""
     if where is None:
         return Unreachable(f"no Ray cluster runs on this machine; {WHAT_TO_DO}")
-    return Unreachable(f"what answers at {where} is no Ray cluster to join: {error}")
+    return Unreachable(f"no Ray cluster lets us in at {where}; if it has a token, set {TOKEN}")
 
 
-def short(actor: str) -> str:
-    """An actor's name for people: Ray's node ids have 56 digits, of which 8 tell them apart."""
-    return "-".join(part[:8] if len(part) > 40 else part for part in actor.split("-"))
+def hush_ray() -> None:
+    """No advice from Ray beside the output of a command; errors still show."""
+    import ray
+
+    logging.getLogger(ray.__name__).setLevel(logging.ERROR)
+
+
+def short(text: str) -> str:
+    """For people: Ray's ids have 56 digits, of which 8 tell them apart; and no colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return re.sub(r"\b[0-9a-f]{40,}\b", lambda found: found[0][:8], plain)

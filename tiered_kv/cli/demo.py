@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tiered_kv.cli.cluster import hush_ray
 from tiered_kv.cli.failures import Failure
 from tiered_kv.cli.options import Options, common, json_target
 from tiered_kv.cli.output import Screen, emit, rows, size, table
@@ -55,6 +56,7 @@ def _run(sessions: int, ray: bool, screen: Screen) -> dict[str, Any]:
 
 def embedded(config: "Config") -> "Client":
     """A client with a Ray cluster of its own, which ends with it."""
+    hush_ray()
     from tiered_kv.client import Client
     from tiered_kv.connecting import connect
 

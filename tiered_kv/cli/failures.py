@@ -1,6 +1,7 @@
 """How a command ends when it cannot do what was asked: one line on stderr and an exit code."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from types import FrameType, TracebackType
 import click
 
 NAME = "tiered-kv"
+LONGEST = 500
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -30,12 +32,13 @@ class Stopped(KeyboardInterrupt):
 
 
 def line_of(error: BaseException) -> str:
-    """An error in one line, whatever it holds."""
+    """An error in one line of a bearable length, whatever it holds."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = str(error) or type(error).__name__
-    return " ".join(text.split())
+    line = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
 
 def stopped(error: KeyboardInterrupt) -> Failure:
@@ -47,7 +50,7 @@ def stopped(error: KeyboardInterrupt) -> Failure:
 def show_defect(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
     """A `sys.excepthook` for what no command expects; `--debug` puts Python's own back."""
     line = f"{NAME}: {kind.__name__}: {line_of(error)}"
-    print(f"{line[:400]} (not expected; --debug shows where)", file=sys.stderr)
+    print(f"{line} (not expected; --debug shows where)", file=sys.stderr)
 
 
 @contextmanager

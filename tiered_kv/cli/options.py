@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 if TYPE_CHECKING:
-    from tiered_kv.config import Config, Size
+    from tiered_kv.config import Config
 
 DEBUG = "tiered_kv.debug"
 """Key in click's `Context.meta`."""
@@ -94,11 +94,11 @@ def json_target(command: Command) -> Command:
     )(command)  # fmt: skip
 
 
-def one_size(_: click.Context, __: click.Parameter, value: str) -> "Size":
-    """A callback for a size like 64MiB. Raises `BadConfig` naming the value."""
+def one_size(_: click.Context, __: click.Parameter, value: str) -> int:
+    """A callback for a size like 64MiB, in bytes. Raises `BadConfig` naming the value."""
     from tiered_kv.config import parse_size
 
-    return parse_size(value)
+    return int(parse_size(value))
 
 
 def refuse_given_options() -> None:

@@ -40,7 +40,7 @@ class Pace:
         passed, made = self._clock() - self._began, self._done - self._first
         if made < 1 or passed <= 0:
             return ""
-        left = (self._total - self._done) * passed / made
+        left = max(0, self._total - self._done) * passed / made
         return f"{made / passed:.2g}/s, {left:.0f} s left"
 
 

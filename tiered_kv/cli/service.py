@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tiered_kv.cli import tables
-from tiered_kv.cli.cluster import no_ray, ray_address, short
+from tiered_kv.cli.cluster import hush_ray, no_ray, ray_address, short
 from tiered_kv.cli.failures import Failure
 from tiered_kv.cli.options import Options, address, common, json_target
 from tiered_kv.cli.output import Screen, emit
@@ -52,6 +52,7 @@ def _start(
     stack: ExitStack,
 ) -> "Up":  # fmt: skip
     """`stack` stops what ends with this command."""
+    hush_ray()
     import ray
 
     from tiered_kv.actors import launch
@@ -59,12 +60,12 @@ def _start(
     try:
         started = launch.up(
             config, address=where, embedded=None if block else False, wait_s=wait_s,
-            say=screen.step,
+            say=lambda line: screen.step(short(line)),
         )  # fmt: skip
     except Unreachable as error:
         if ray.is_initialized():
             raise
-        raise Unreachable(f"{no_ray(where, error)}, {OF_ITS_OWN}") from None
+        raise Unreachable(f"{no_ray(where)}, {OF_ITS_OWN}") from error
     if started.embedded:
         stack.callback(ray.shutdown)
         stack.callback(launch.down, config)
@@ -107,6 +108,7 @@ def down(
     """Stop the service; NVMe keeps what it held."""
     config = options.config()
     where = ray_address(address)
+    hush_ray()
     import ray
 
     from tiered_kv.actors import fleet, launch
@@ -117,7 +119,9 @@ def down(
         try:
             ended = launch.down(config, address=where, wait_s=wait_s, flush=flush)
         except Unreachable as error:
-            raise error if ray.is_initialized() else no_ray(where, error) from None
+            if ray.is_initialized():
+                raise
+            raise no_ray(where) from error
         left = fleet.named(namespace)
         screen.quiet()
         for name in ended.killed:

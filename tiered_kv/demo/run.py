@@ -114,14 +114,14 @@ def budgets(layout: KVLayout, blocks: int, sessions: int, folder: Path) -> Confi
     base = load()
     size = layout.block_bytes
 
-    def slots(n: float, watermark: float) -> Size:
+    def slots(n: float, watermark: float) -> Size:  # room for n when the tier is at its low mark
         return Size(-(-int(n * blocks / watermark) // 4) * 4 * size)
 
     return replace(
         base,
-        hbm=replace(base.hbm, bytes=slots(IN_HBM, base.hbm.high), slab_bytes=Size(4 * size),
+        hbm=replace(base.hbm, bytes=slots(IN_HBM, base.hbm.low), slab_bytes=Size(4 * size),
                     verify=1.0),
-        dram=replace(base.dram, bytes=slots(IN_DRAM, base.dram.high), slab_bytes=Size(4 * size)),
+        dram=replace(base.dram, bytes=slots(IN_DRAM, base.dram.low), slab_bytes=Size(4 * size)),
         nvme=replace(base.nvme, bytes=slots(sessions * 1.5, base.nvme.low), folder=str(folder),
                      slab_bytes=Size(4 * size), devices=()),
         service=replace(base.service, namespace="tiered_kv_demo"),

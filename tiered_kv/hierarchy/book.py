@@ -77,7 +77,7 @@ class Book:
     def hold(self, block: Block, tier: TierState, slot: int) -> None:
         """A copy arrived. The caller tells the policy, a batch at a time."""
         block.slots[tier.index] = slot
-        block.mask |= tier.bit
+        self._reside(block, block.mask | tier.bit)
         self.answer(block)
 
     def lose(self, block: Block, tier: TierState) -> None:
@@ -85,7 +85,7 @@ class Book:
         tier.policy.remove((block.key,))
         tier.slots.give(block.nbytes, (block.slots[tier.index],))
         block.slots[tier.index] = NO_SLOT
-        block.mask &= ~tier.bit
+        self._reside(block, block.mask & ~tier.bit)
         self.answer(block)
 
     def drop(self, block: Block) -> int:
@@ -145,7 +145,15 @@ class Book:
         for tier in self.tiers:
             if block.mask & tier.bit:
                 tier.slots.give(block.nbytes, (block.slots[tier.index],))
-        block.mask = 0
+        self._reside(block, 0)
+
+    def _reside(self, block: Block, mask: int) -> None:
+        """Change where a block is, and each tier's count of copies that are below it too."""
+        for tier in self.tiers:
+            bit, lower, was = tier.bit, tier.lower, block.mask
+            tier.shared += (mask & bit and mask & lower) > 0
+            tier.shared -= (was & bit and was & lower) > 0
+        block.mask = mask
 
     def live(self, keys: Iterable[BlockKey]) -> list[Block]:
         """The blocks of these keys that are here."""

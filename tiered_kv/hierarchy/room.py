@@ -135,8 +135,8 @@ class Room:
         lower = 0
         for other in self._book.tiers[tier.index + 1 :]:
             lower |= other.bit if other.online else 0
-        if not lower:
-            return []
+        if not (lower and tier.shared):
+            return []  # else a tier full of unwritten blocks is searched at each reservation
         blocks = self._book.blocks
 
         def free(key: BlockKey) -> bool:

@@ -127,8 +127,8 @@ class TierSpec:
 class TierState:
     """Slots and order of one tier."""
 
-    __slots__ = ("bit", "index", "leaving", "lower", "online", "policy", "reserved", "slots",
-                 "spec", "wanted")  # fmt: skip
+    __slots__ = ("bit", "index", "leaving", "lower", "online", "policy", "reserved", "shared",
+                 "slots", "spec", "wanted")  # fmt: skip
 
     def __init__(self, index: int, spec: TierSpec) -> None:
         self.index = index
@@ -142,6 +142,7 @@ class TierState:
         self.leaving: dict[int, int] = {}  # block size -> blocks whose demotion is under way
         self.wanted: dict[int, int] = {}  # block size -> slots that somebody waits for
         self.reserved = 0  # bytes in reservations and incoming moves
+        self.shared = 0  # copies here that a tier below has too
 
     def floor(self, nbytes: int) -> int:
         """Slots of this size that are kept for promotions."""

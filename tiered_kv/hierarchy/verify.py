@@ -42,6 +42,8 @@ def _check_tier(hierarchy: Hierarchy, tier: TierState) -> None:
     used = sum(tier.slots.used(nbytes) for nbytes in tier.slots.sizes())
     assert used == len(slots), f"{medium}: {used} slots used, {len(slots)} owned"
     tier.slots.check(slots)
+    below = sum(1 for block in here if block.mask & tier.lower)
+    assert tier.shared == below, f"{medium}: {tier.shared} copies shared, not {below}"
 
 
 def _check_moves(hierarchy: Hierarchy) -> None:
