@@ -140,4 +140,3 @@ def _nvme_spec(config: Config) -> TierSpec:
         Medium.NVME, capacity, slab, stripes, high=config.nvme.high, low=config.nvme.low,
         policy=config.nvme.policy,
     )  # fmt: skip
-

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -20,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_kv import keys, liveness
-from tiered_kv.attachment import Attachment
+from tiered_kv.attachment import Attachment, Mapped
 from tiered_kv.checksum import checksum
 from tiered_kv.config import Config
-from tiered_kv.errors import StaleHandle, Unreachable
+from tiered_kv.errors import BadLayout, StaleHandle, Unreachable
+from tiered_kv.inputs import check_seconds
 from tiered_kv.layout import KVLayout
 from tiered_kv.sessions import Session, session_id
 from tiered_kv.types import Medium, Refused, Reservation, SessionId, Why
@@ -122,48 +124,69 @@ class Client:
             sid, layout.fingerprint, tuple(run.keys), len(packed) // 4, bool(run.tail), 0.0, packed
         )
         try:
-            node = self._attach(sid, layout)
+            node, mapped, answer = self._served(sid, layout, partial(self._reserve, record))
         except Unreachable:
             return Saved(0, 0, why=Why.UNREACHABLE)
-        try:
-            return self._save(node, record, layout, fill, durable)
-        except (StaleHandle, Unreachable) as error:
-            node.lost(error)
-            return Saved(0, 0, why=Why.UNREACHABLE)
-
-    def _save(
-        self, node: Attachment, session: Session, layout: KVLayout, fill: Fill, durable: bool
-    ) -> Saved:
-        answer = node.call("reserve", layout.fingerprint, session.run, self._name)
         if isinstance(answer, Refused):
             return Saved(0, 0, why=answer.why)
-        assert isinstance(answer, Reservation)
+        return self._store(node, mapped, answer, record, layout, fill, durable)
+
+    def _reserve(self, session: Session, node: Attachment, mapped: Mapped) -> Reservation | Refused:
+        answer: Reservation | Refused = node.call(
+            "reserve", session.layout, session.run, self._name,
+            wait_s=self.config.service.store_deadline_s,
+        )  # fmt: skip
+        node.settle()
+        if isinstance(answer, Reservation):
+            try:
+                mapped.check(answer.id)
+            except StaleHandle:
+                node.give_back(answer.id, now=True)
+                raise
+        return answer
+
+    def _store(
+        self, node: Attachment, mapped: Mapped, reserved: Reservation, session: Session,
+        layout: KVLayout, fill: Fill, durable: bool,
+    ) -> Saved:  # fmt: skip
+        """Fill and commit. Whatever is raised, nothing stays reserved."""
         try:
-            checksums = self._fill(node, answer, session, layout, fill)
+            checksums = self._fill(mapped, reserved, session, layout, fill)
         except BaseException:
-            node.call("abort", answer.id)
+            node.give_back(reserved.id, now=True)
             raise
-        done: Committed = node.call(
-            "commit", answer.id, checksums, session=session, durable=durable
-        )
-        return Saved(done.blocks, answer.held, done.durable)
+        wait_s = 2 * self.config.service.store_deadline_s if durable else 0.0  # here and below
+        try:
+            done: Committed = node.call(
+                "commit", reserved.id, checksums, session=session, durable=durable, wait_s=wait_s
+            )
+        except (StaleHandle, Unreachable):
+            node.give_back(reserved.id, now=False)
+            node.lost(mapped)
+            return Saved(0, 0, why=Why.UNREACHABLE)
+        except BaseException:
+            node.give_back(reserved.id, now=True)
+            raise
+        return Saved(done.blocks, reserved.held, done.durable)
 
     def _fill(
-        self, node: Attachment, reserved: Reservation, session: Session, layout: KVLayout,
+        self, mapped: Mapped, reserved: Reservation, session: Session, layout: KVLayout,
         fill: Fill,
     ) -> list[int] | None:  # fmt: skip
         """Let the caller fill each slot; checksums where the pool is host memory (HBM is sealed
         when its blocks first arrive in DRAM)."""
-        pool, n, step = node.pool.tensor, reserved.nbytes, layout.block_tokens
+        pool, n, step = mapped.tensor, reserved.nbytes, layout.block_tokens
         at = {key: i for i, key in enumerate(session.run)}
+        host = mapped.welcome.medium is Medium.DRAM
         checksums: list[int] = []
         for key, slot in zip(reserved.keys, reserved.slots, strict=True):
             index = at[key]
             block = pool[slot : slot + n]
             fill(index, min(step, session.n_tokens - index * step), block)
-            if node.medium is Medium.DRAM:
+            if host:
                 checksums.append(checksum(block.numpy().data))
-        return checksums if node.medium is Medium.DRAM else None
+        _complete(pool)
+        return checksums if host else None
 
     def wake(
         self, session: str, layout: KVLayout, copy: Copy[T], *, deadline_s: float | None = None
@@ -175,17 +198,29 @@ class Client:
         copy are thrown away. Raises `BadSession`, `UnknownSession`, `BadLayout`.
         """
         sid = session_id(session)
-        node = self._node(sid)
+        wait_s = self.config.service.wake_deadline_s if deadline_s is None else deadline_s
+        check_seconds("deadline_s", wait_s, zero=True)
+        ask = partial(self._wake, sid, layout, wait_s)
         try:
-            self._attach(sid, layout)
-            fetched: Fetched = node.call("wake", sid, layout.fingerprint, None, deadline_s)
-        except (StaleHandle, Unreachable) as error:
-            node.lost(error)
+            node, mapped, fetched = self._served(sid, layout, ask)
+        except Unreachable:
             return Woken(np.empty(0, np.uint32), 0, None, (), 0, Why.UNREACHABLE)
-        return self._take(node, fetched, layout, copy)
+        return self._take(node, mapped, fetched, layout, copy)
+
+    def _wake(
+        self, sid: SessionId, layout: KVLayout, wait_s: float, node: Attachment, mapped: Mapped
+    ) -> Fetched:
+        fetched: Fetched = node.call("wake", sid, layout.fingerprint, None, wait_s, wait_s=wait_s)
+        node.settle()
+        try:
+            mapped.check(fetched.lease.id)
+        except StaleHandle:
+            self._release(node, mapped, fetched.lease.id, 0)
+            raise
+        return fetched
 
     def _take(
-        self, node: Attachment, fetched: Fetched, layout: KVLayout, copy: Copy[T]
+        self, node: Attachment, mapped: Mapped, fetched: Fetched, layout: KVLayout, copy: Copy[T]
     ) -> Woken[T]:
         lease, session = fetched.lease, fetched.session
         assert session is not None
@@ -195,11 +230,12 @@ class Client:
         intact = True
         try:
             if n_tokens:
-                pool = node.pool.tensor
+                pool = mapped.tensor
                 value = copy([pool[s : s + lease.nbytes] for s in lease.slots], n_tokens)
-                intact = node.pool.generations.unchanged(lease.slots, lease.generations)
+                _complete(pool)
+                intact = mapped.generations.unchanged(lease.slots, lease.generations)
         finally:
-            self._release(node, lease.id, 0 if intact else len(lease.keys))
+            self._release(node, mapped, lease.id, 0 if intact else len(lease.keys))
         if not intact:
             return Woken(tokens, 0, None, (), len(session.run), Why.LAPSED)
         return Woken(tokens, n_tokens, value, fetched.found, fetched.missed, fetched.why)
@@ -224,12 +260,13 @@ class Client:
 
     def close(self) -> None:
         """Let go of everything; an embedded cluster ends with its client. Idempotent."""
-        for node in self._attached.values():
+        with self._lock:
+            nodes, self._attached = list(self._attached.values()), {}
+            alive, self._alive = list(self._alive.values()), {}
+        for node in nodes:
             node.close()
-        for alive in self._alive.values():
-            alive.close()
-        self._attached.clear()
-        self._alive.clear()
+        for proof in alive:
+            proof.close()
         self.directory.close()
 
     def _call(self, session: str, verb: str, *args: Any) -> Any:
@@ -245,24 +282,55 @@ class Client:
                 self._attached[link] = node
         return node
 
-    def _attach(self, sid: SessionId, layout: KVLayout) -> Attachment:
-        """The session's node with its pool mapped; proves there that this process lives."""
+    def _served(
+        self, sid: SessionId, layout: KVLayout, ask: Callable[[Attachment, Mapped], T]
+    ) -> tuple[Attachment, Mapped, T]:
+        """The answer of the session's node, and its pool. Asked twice when the node turns out to
+        have restarted since its pool was mapped: the first answer is of no use then. Raises
+        `Unreachable`, and what `ask` raises."""
         node = self._node(sid)
-        node.introduce(layout)
-        folder = node.shm_folder
+        mapped = self._attach(node, layout)
+        try:
+            return node, mapped, ask(node, mapped)
+        except (StaleHandle, BadLayout) as error:  # a new life knows neither handles nor layouts
+            node.lost(mapped)
+            again = self._attach(node, layout)
+            if isinstance(error, BadLayout) and again.welcome.life == mapped.welcome.life:
+                raise
+        except Unreachable:
+            node.lost(mapped)
+            raise
+        try:
+            return node, again, ask(node, again)
+        except (StaleHandle, Unreachable) as error:
+            node.lost(again)
+            raise Unreachable(f"the node keeps restarting: {error}") from error
+
+    def _attach(self, node: Attachment, layout: KVLayout) -> Mapped:
+        """The node's pool mapped; proves there that this process lives."""
+        mapped = node.introduce(layout)
+        folder = mapped.welcome.shm_folder
         with self._lock:
             if folder not in self._alive:
                 self._alive[folder] = liveness.hold(Path(folder), self._name)
-        return node
+        return mapped
 
-    def _release(self, node: Attachment, lease: int, lapsed: int) -> None:
+    def _release(self, node: Attachment, mapped: Mapped, lease: int, lapsed: int) -> None:
         """End a lease; a node that is gone has ended it already."""
         try:
             node.call("release", lease)
             if lapsed:
                 node.call("lapsed", lapsed)
-        except (StaleHandle, Unreachable) as error:
-            node.lost(error)
+        except (StaleHandle, Unreachable):
+            node.lost(mapped)
+
+
+def _complete(pool: "torch.Tensor") -> None:
+    """Wait for copies that were only started: generations tell of bytes that are there."""
+    if pool.is_cuda:
+        import torch
+
+        torch.cuda.synchronize(pool.device)
 
 
 def connect(

@@ -54,9 +54,7 @@ class Health:
         """Media that are taken out, and why."""
         return {m: b.why for m, b in self._breakers.items() if b.open}
 
-    async def check(
-        self, mover: Mover, now: float, io: Callable[..., Awaitable[Any]]
-    ) -> None:
+    async def check(self, mover: Mover, now: float, io: Callable[..., Awaitable[Any]]) -> None:
         """Take out what hangs or has vanished; probe what was taken out and is due."""
         overdue = mover.overdue(self._deadline_s)
         for medium, breaker in self._breakers.items():

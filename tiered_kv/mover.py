@@ -87,9 +87,7 @@ class Mover:
         self._jobs[move.id] = job
         self._lanes[move.source if up else move.target, up].put_nowait(job)
 
-    async def wait(
-        self, moves: Sequence[int], timeout_s: float
-    ) -> dict[BlockKey, Outcome] | None:
+    async def wait(self, moves: Sequence[int], timeout_s: float) -> dict[BlockKey, Outcome] | None:
         """Wait until all these moves have ended: the outcome of each of their blocks that is not
         long known. None when the time ran out before, or when nothing moves any longer."""
         if self._closed:

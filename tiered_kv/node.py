@@ -53,7 +53,7 @@ from tiered_kv.types import (
     Usage,
     Why,
 )
-from tiered_kv.wire import Committed, Ended, Fetched, Handles, Welcome
+from tiered_kv.wire import Committed, Ended, Fetched, Handles, Welcome, life_number
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Node:
         self.hierarchy = Hierarchy(parts.specs, below=Medium.HOST in parts.tiers)
         self.layouts: dict[Fingerprint, KVLayout] = {}
         self.counts: Counter[str] = Counter()
-        self.handles = Handles(parts.incarnation)
+        self.handles = Handles(life_number(parts.node_id, parts.incarnation))
         self.health = Health(parts.tiers, self.hierarchy, config.service.move_deadline_s)
         self.started_s = time.time()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kv-io")
@@ -467,9 +467,7 @@ class Node:
         except BaseException:
             self.hierarchy.abort(reservation.id)
             raise
-        return replace(
-            reservation, id=self.handles.out(reservation.id), generations=generations
-        )
+        return replace(reservation, id=self.handles.out(reservation.id), generations=generations)
 
     def _hand_out(self, lease: Lease) -> Lease:
         generations = self.parts.pool.generations.read(lease.slots)
@@ -490,9 +488,7 @@ class Node:
         if move.target is Medium.NVME:  # a block that was dropped meanwhile has a row by now
             held = self.hierarchy.book.blocks
             pairs = zip(move.blocks, outcomes, strict=True)
-            self.keeper.erase(
-                b.key for b, o in pairs if isinstance(o, Done) and b.key not in held
-            )
+            self.keeper.erase(b.key for b, o in pairs if isinstance(o, Done) and b.key not in held)
         self._kick()
 
     def _keeper(self) -> Keeper:
@@ -516,7 +512,7 @@ class Node:
         self.counts["sessions.unreadable"] += bad
 
     async def _every(self, seconds: float, step: Callable[[], Awaitable[None]]) -> None:
-        """A clock of this node. A step that fails is told, and the next one is made all the same."""
+        """A clock of this node. A step that fails is told, and the next one is made."""
         while True:
             await asyncio.sleep(seconds)
             with surviving("a step of the node's clock") as failure:

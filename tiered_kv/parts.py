@@ -63,9 +63,7 @@ class Parts:
     def put_sessions(self, sessions: Sequence[Session]) -> None:
         """Write sessions beside the blocks. Blocks; raises `TierBroken`."""
         if self.nvme is not None:
-            self.nvme.put_sessions(
-                [(s.id.encode(), records.dump(s), s.used_s) for s in sessions]
-            )
+            self.nvme.put_sessions([(s.id.encode(), records.dump(s), s.used_s) for s in sessions])
 
     def forget(self, sessions: Sequence[SessionId], keys: Sequence[BlockKey]) -> None:
         """Remove sessions and blocks for good, so that no later incarnation finds them."""

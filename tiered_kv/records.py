@@ -40,9 +40,7 @@ def load(data: bytes) -> Session:
         keys_end = 4 + size + KEY_BYTES * header["blocks"]
         if len(data) != keys_end + header["token_bytes"]:
             raise BadInput(f"session record of {len(data)} bytes is torn")
-        run = tuple(
-            BlockKey(data[i : i + KEY_BYTES]) for i in range(4 + size, keys_end, KEY_BYTES)
-        )
+        run = tuple(BlockKey(data[i : i + KEY_BYTES]) for i in range(4 + size, keys_end, KEY_BYTES))
         return check_session(
             Session(
                 id=session_id(header["id"]),

@@ -97,9 +97,7 @@ class Runner:
     async def _carry_out(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return await getattr(self.node, verb)(*args, **kwargs)
 
-    def _answer(
-        self, answer: "concurrent.futures.Future[Any]", task: "asyncio.Task[Any]"
-    ) -> None:
+    def _answer(self, answer: "concurrent.futures.Future[Any]", task: "asyncio.Task[Any]") -> None:
         self._calls.discard(task)
         error = Unreachable("the node has been stopped") if task.cancelled() else task.exception()
         if not answer.set_running_or_notify_cancel():  # nobody waits any longer

@@ -1,5 +1,6 @@
 """What crosses between processes, and the handles that make a stale one harmless."""
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,10 +10,19 @@ from tiered_kv.sessions import Session
 from tiered_kv.types import BlockKey, Lease, Medium, Why
 
 HANDLE_BITS = 40
-"""A handle is `incarnation << 40 | number`: 10^12 of them a life, and none outlives it."""
+"""A handle is `life_number << 40 | number`: 10^12 of them a life, and none outlives it."""
 
 
-def incarnation_of(handle: int) -> int:
+def life_number(node_id: str, incarnation: int) -> int:
+    """One number for a life of a node.
+
+    The incarnation alone would not do: a node whose folder was wiped is another node, and counts
+    from 1 again.
+    """
+    return incarnation << 32 | zlib.crc32(node_id.encode())
+
+
+def life_of(handle: int) -> int:
     """Which life of a node gave a reservation or lease away.
 
     Its slots are those of that life's pool, and of no other: whoever has another one mapped must
@@ -42,6 +52,11 @@ class Welcome:
     pool: PoolHandle
     shm_folder: str
     describe: str
+
+    @property
+    def life(self) -> int:
+        """See `life_number`: what `life_of` says of each handle of this life."""
+        return life_number(self.node_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +97,19 @@ class Committed:
 
 @dataclass(slots=True)
 class Handles:
-    """Turns numbers of one incarnation into handles and back."""
+    """Turns numbers of one life of a node into handles and back."""
 
-    incarnation: int
+    life: int
     bits: int = field(default=HANDLE_BITS)
 
     def out(self, number: int) -> int:
         """The handle to give away."""
-        return self.incarnation << self.bits | number
+        return self.life << self.bits | number
 
     def back(self, handle: int) -> int:
         """The number behind it. Raises `StaleHandle` for one of another life of this process."""
         if type(handle) is not int:
             raise BadInput(f"{handle!r} is not a handle")
-        if handle >> self.bits != self.incarnation:
-            raise StaleHandle(
-                f"handle {handle} is of incarnation {handle >> self.bits}, "
-                f"this is {self.incarnation}"
-            )
+        if handle >> self.bits != self.life:
+            raise StaleHandle(f"handle {handle:#x} is not of this life of the node, {self.life:#x}")
         return handle & ((1 << self.bits) - 1)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import click
+
+from tiered_kv.cli.options import DEBUG
 from tiered_kv.errors import BadInput, Unreachable
 
 if TYPE_CHECKING:
@@ -72,14 +75,14 @@ def answers(address: str) -> bool:
 def joined(config: "Config", address: str | None) -> Iterator["Cluster"]:
     """The service that runs. Raises `Unreachable` with what to do when there is none."""
     where = ray_address(address)
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     hush_ray()
     import ray
 
     from tiered_kv.connecting import connect
 
     try:
-        cluster = connect(config, address=where, embedded=False, wait_s=WAIT_S)
+        with stderr_elsewhere():
+            cluster = connect(config, address=where, embedded=False, wait_s=WAIT_S)
     except Unreachable as error:
         if ray.is_initialized():
             raise
@@ -100,6 +103,26 @@ def hush_ray() -> None:
     import ray
 
     logging.getLogger(ray.__name__).setLevel(logging.ERROR)
+
+
+@contextmanager
+def stderr_elsewhere() -> Iterator[None]:
+    """Ray's native code logs every second that it cannot join; our error says it once. Not with
+    `--debug`."""
+    ctx = click.get_current_context(silent=True)
+    if ctx is not None and ctx.meta.get(DEBUG):
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)
 
 
 def short(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tiered_kv.cli import tables
-from tiered_kv.cli.cluster import hush_ray, no_ray, ray_address, short
+from tiered_kv.cli.cluster import hush_ray, no_ray, ray_address, short, stderr_elsewhere
 from tiered_kv.cli.failures import Failure
 from tiered_kv.cli.options import Options, address, common, json_target
 from tiered_kv.cli.output import Screen, emit
@@ -117,7 +117,8 @@ def down(
     with Screen(json_to) as screen:
         screen.step(f"stopping the service in namespace {namespace!r}")
         try:
-            ended = launch.down(config, address=where, wait_s=wait_s, flush=flush)
+            with stderr_elsewhere():
+                ended = launch.down(config, address=where, wait_s=wait_s, flush=flush)
         except Unreachable as error:
             if ray.is_initialized():
                 raise

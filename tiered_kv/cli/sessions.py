@@ -49,10 +49,8 @@ def wake(options: Options, session: str, address: str | None) -> None:
     """Start bringing a session up to the fastest tier, and do not wait for it."""
     with joined(options.config(), address) as cluster:
         batches = _client(cluster).prefetch(session)
-    if batches:
-        click.echo(f"{session}: {batches} batches are on their way up")
-    else:
-        click.echo(f"{session}: nothing has to move")
+    what = f"on its way up, moves: {batches}" if batches else "nothing has to move"
+    click.echo(f"{session}: {what}")
 
 
 @sessions.command()
@@ -88,10 +86,15 @@ def _client(cluster: "Cluster") -> Any:
     return Client(cluster)
 
 
+def _where(tiers: dict[str, int]) -> str:
+    """Blocks by tier. A host does not see what only the HBM above it holds."""
+    return counted({"in HBM or gone" if t == "absent" else t: n for t, n in tiers.items()})
+
+
 def _table(found: list[dict[str, Any]]) -> "Table":
     cells = [
         (row["id"], row["state"], f"{row['unused_s']:.0f} s", str(row["tokens"]),
-         str(row["blocks"]), counted(row["tiers"]), short(row["actor"]))
+         str(row["blocks"]), _where(row["tiers"]), short(row["actor"]))
         for row in found
     ]  # fmt: skip
     return rows(

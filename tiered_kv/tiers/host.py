@@ -31,8 +31,7 @@ from tiered_kv.types import (
     Reservation,
     Why,
 )
-from tiered_kv.wire import Committed, Fetched, Link, Welcome, incarnation_of
-
+from tiered_kv.wire import Committed, Fetched, Link, Welcome, life_of
 
 PARTLY = (Why.TOO_LARGE, Why.FULL)
 """The host's memory holds less than a batch: the rest of it comes next."""
@@ -59,9 +58,7 @@ class HostTier:
 
     medium = Medium.HOST
 
-    def __init__(
-        self, link: Link, pool: Pool, owner: str, verify: float, timeout_s: float
-    ) -> None:
+    def __init__(self, link: Link, pool: Pool, owner: str, verify: float, timeout_s: float) -> None:
         """`owner` is the name under which this process proves that it lives."""
         self._link = link
         self._pool = pool
@@ -234,7 +231,7 @@ class HostTier:
         1. The arena of life 7 is mapped.  2. The host is killed and starts as life 8; somebody
         else introduces the same layout.  3. Life 8 answers our call with slots of its own arena.
         """
-        if incarnation_of(handle) != attached.welcome.incarnation:
+        if life_of(handle) != attached.welcome.life:
             self._leave(attached)
             raise Unreachable("the host restarted before a copy")
 
@@ -259,8 +256,9 @@ class HostTier:
     def _attach(self, welcome: Welcome) -> None:
         if self._closed:
             raise TierBroken("the host's tier is closed")
-        known = self._attached
-        if known is not None and known.welcome.incarnation >= welcome.incarnation:
+        known = self._attached.welcome if self._attached else None
+        same = known is not None and known.node_id == welcome.node_id
+        if known is not None and same and known.incarnation >= welcome.incarnation:
             return
         with ExitStack() as undo:
             try:
