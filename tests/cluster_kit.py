@@ -27,7 +27,7 @@ from tiered_kv.node import Node
 from tiered_kv.sessions import Session, SessionId
 from tiered_kv.tiers.hbm import PoolView, attach_pool
 from tiered_kv.types import BlockKey, Medium, Refused
-from tiered_kv.wire import Committed, Fetched, Link, Welcome
+from tiered_kv.wire import Committed, Fetched, Link, Welcome, life_of
 
 LAYOUT = KVLayout("kit", "float16", layers=4, kv_heads=2, head_dim=64, block_tokens=32)
 NBYTES = LAYOUT.block_bytes  # 64 KiB
@@ -159,6 +159,7 @@ class Engine:
             answer = self.call("reserve", LAYOUT.fingerprint, chain.keys, self.owner)
             if isinstance(answer, Refused):
                 return answer
+            self.same_life(answer.id, "abort")
             sums = []
             for key, slot in zip(answer.keys, answer.slots, strict=True):
                 data = content(key)
@@ -178,6 +179,7 @@ class Engine:
         with self._reattaching():
             got: Fetched = self.call("wake", session, LAYOUT.fingerprint, None, deadline_s)
             lease = got.lease
+            self.same_life(lease.id, "release")
             copies = [bytes(view_of(self.pool, slot)) for slot in lease.slots]
             assert self.pool is not None
             intact = self.pool.generations.unchanged(lease.slots, lease.generations)
@@ -187,6 +189,14 @@ class Engine:
             for key, copy in zip(lease.keys, copies, strict=True):
                 assert copy == content(key), f"wrong bytes for block {key.hex()} of {session}"
             return Got(len(copies), got.missed, tuple(got.found))
+
+    def same_life(self, handle: int, give_back: str) -> None:
+        """Slots are those of the pool that is mapped here, or they are given back and this raises
+        `StaleHandle`: the node may have restarted while another engine kept the layout known."""
+        assert self.welcome is not None
+        if life_of(handle) != self.welcome.life:
+            self.call(give_back, handle)
+            raise errors.StaleHandle("the node has restarted")
 
     @contextmanager
     def _reattaching(self) -> Iterator[None]:

@@ -129,9 +129,8 @@ class Config:
             tier = getattr(self, name)
             _require(0 < tier.low <= tier.high <= 1, f"{name}: need 0 < low <= high <= 1, "
                      f"not low {tier.low} and high {tier.high}")  # fmt: skip
-            _check_slab(
-                name, tier.slab_bytes, tier.bytes, max(1, len(getattr(tier, "devices", ())))
-            )
+            stripes = max(1, len(self.nvme.devices)) if name == "nvme" else 1
+            _check_slab(name, tier.slab_bytes, tier.bytes, stripes)
             _require(tier.policy in EVICTION, f"{name}.policy {tier.policy!r} is not one of "
                      f"{', '.join(sorted(EVICTION))}")  # fmt: skip
         for name in ("dram.folder", "nvme.folder"):

@@ -82,10 +82,8 @@ class RayLink:
         try:
             return ray.get(ref, timeout=max(0.0, timeout_s))
         except GetTimeoutError:
-            if verb == "reserve":
-                # Not cancelled: the node may have reserved already, and the id would be lost.
-                ref.future().add_done_callback(lambda answer: _give_back(handle, answer))
-            else:
+            ref.future().add_done_callback(lambda answer: _late(handle, answer))
+            if verb != "reserve":  # which may be done already: its id would be lost
                 ray.cancel(ref)
             raise Unreachable(f"{self.actor} did not answer {verb} in {timeout_s:g} s") from None
 
@@ -104,11 +102,11 @@ def reason(error: TieredKVError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _give_back(handle: Any, late: "Future[Any]") -> None:
-    """Abort a reservation whose caller did not wait for it: nobody else knows its id, and it would
-    last as long as this process. Called in a thread of Ray's."""
-    if late.exception() is None and isinstance(late.result(), Reservation):
-        handle.control.remote("abort", (late.result().id,), {})
+def _late(handle: Any, answer: "Future[Any]") -> None:
+    """Take an answer that nobody waits for: Ray prints errors that are not looked at, and a
+    reservation whose id nobody knows would last as long as this process. In a thread of Ray's."""
+    if answer.exception() is None and isinstance(answer.result(), Reservation):
+        handle.control.remote("abort", (answer.result().id,), {})
 
 
 def _line(error: RayError) -> str:

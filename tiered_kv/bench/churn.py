@@ -36,7 +36,7 @@ GROWTH_BAR = 1.05
 Progress = Callable[[str, int, int], None]
 
 
-class Abandoned(Exception):  # noqa: N818
+class Abandoned(Exception):
     """What a writer that gives up halfway raises."""
 
 

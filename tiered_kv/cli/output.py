@@ -145,7 +145,7 @@ def size(nbytes: float) -> str:
         if nbytes < 1000 or unit == "TiB":
             break
         nbytes /= 1024
-    return f"{nbytes:.3g} {unit}"
+    return f"{nbytes:.0f} {unit}" if nbytes >= 1000 else f"{nbytes:.3g} {unit}"
 
 
 def counted(counts: dict[str, int]) -> str:

@@ -103,7 +103,8 @@ class HostTier:
             return self._fill(to, answer, blocks, source)
         except BaseException as error:
             self._owed.add(answer.id)
-            if not isinstance(error, Unreachable):  # then it would not answer this either
+            moved = life_of(answer.id) != to.welcome.life
+            if moved or not isinstance(error, Unreachable):  # else this is not answered either
                 self._settle()
             raise
 
