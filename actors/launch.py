@@ -73,10 +73,9 @@ def ensure(
     end = time.monotonic() + wait_s
     nodes = fleet.ray_nodes()
     usable = [node for node in nodes if node.usable]
-    fleet.start(config, usable, build)
     expected = [COORDINATOR, *(n.actor for n in usable), *(g for n in usable for g in n.gpus)]
     links = {name: RayLink(name, namespace) for name in expected}
-    _wait_all(links, end, say or (lambda line: None))
+    _wait_all(links, lambda: fleet.start(config, usable, build), end, say or (lambda line: None))
     members = _wait_announced(links[COORDINATOR], usable, end)
     return Up(
         namespace, embedded, tuple(members),
@@ -106,10 +105,16 @@ def down(
     return Down(tuple(stopped), flushed, tuple(killed))
 
 
-def _wait_all(links: dict[str, RayLink], end: float, say: Say) -> None:
-    """Until all answer. Raises the first lasting problem, after removing who has one."""
+def _wait_all(links: dict[str, RayLink], start: Callable[[], None], end: float, say: Say) -> None:
+    """Until all answer. Raises the first lasting problem, after removing who has one.
+
+    An actor that was ending when this began leaves its name after it: then it is started again.
+    """
+    namespace = next(iter(links.values())).namespace
     waiting = dict.fromkeys(links, "")
     while waiting:
+        if not waiting.keys() <= set(fleet.named(namespace)):
+            start()
         failed: dict[str, TieredKVError] = {}
         for name in list(waiting):
             try:
@@ -126,7 +131,6 @@ def _wait_all(links: dict[str, RayLink], end: float, say: Say) -> None:
         if failed:
             # What cannot start must not keep trying: it would take the folder as soon as the
             # service that owns it restarts.
-            namespace = next(iter(links.values())).namespace
             _remove(list(failed), namespace, LEAVE_S, flush=False)
             name, problem = next(iter(failed.items()))
             raise type(problem)(f"{name}: {problem}")

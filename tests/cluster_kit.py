@@ -96,7 +96,7 @@ def embedded(config: Config, root: Path) -> Iterator[Cluster]:
     """`connect(embedded=True)`. Afterwards no process and no file in shared memory may be left."""
     with environment(root):
         before = set(psutil.Process().children(recursive=True))
-        cluster = connecting.connect(config, embedded=True)
+        cluster = connecting.connect(config, embedded=True, wait_s=240)
         try:
             yield cluster
         finally:

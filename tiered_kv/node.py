@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -22,6 +23,7 @@ from tiered_kv.errors import BadInput, BadLayout, StaleHandle
 from tiered_kv.health import Health
 from tiered_kv.hierarchy import Hierarchy
 from tiered_kv.inputs import (
+    LONGEST_S,
     check_checksums,
     check_count,
     check_parents,
@@ -61,6 +63,8 @@ TICK_S = 0.2
 """How often leases expire and watermarks are looked at when nothing else happens."""
 FLUSH_S = 1.0
 """How often changed sessions are written beside the blocks."""
+HOLD_S = 2 * LONGEST_S
+"""For how long a wait may hold what has come, if it is never ended."""
 IO_THREADS = 64
 """Blocking calls at once: to the index, and to the host, which may take its time for each."""
 
@@ -422,22 +426,33 @@ class Node:
         for key, answer in zip(run, self.hierarchy.lookup(run), strict=True):
             if isinstance(answer, Held):
                 found[key] = answer.tiers[0]
-        while True:
-            late = time.monotonic() >= end
-            wanted = self.hierarchy.want(run, layout, nbytes, force=late)
-            self._kick()
-            if not wanted.moves and not wanted.short:
-                return why
-            left = end - time.monotonic()
-            if wanted.moves:
-                outcomes = await self.mover.wait(wanted.moves, left)
-                if outcomes is None:
-                    return Why.DEADLINE
-                run, why = self._arrived(run, outcomes, found, why)
-            elif late or wanted.why is not Why.DEMOTING:
-                run, why = self._shorter(run), wanted.why
-            elif not await self.mover.wait_any(left):
-                await asyncio.sleep(0.001)  # nothing moves yet: the tick will start something
+        hold: int | None = None
+        try:
+            while True:
+                late = time.monotonic() >= end
+                wanted = self.hierarchy.want(run, layout, nbytes, force=late)
+                former, hold = hold, self.hierarchy.hold(run, HOLD_S, self._now())
+                self._let_go(former)
+                self._kick()
+                if not wanted.moves and not wanted.short:
+                    return why
+                left = end - time.monotonic()
+                if wanted.moves:
+                    outcomes = await self.mover.wait(wanted.moves, left)
+                    if outcomes is None:
+                        return Why.DEADLINE
+                    run, why = self._arrived(run, outcomes, found, why)
+                elif late or wanted.why is not Why.DEMOTING:
+                    run, why = self._shorter(run), wanted.why
+                elif not await self.mover.wait_any(left):
+                    await asyncio.sleep(0.001)  # nothing moves yet: the tick will start something
+        finally:
+            self._let_go(hold)
+
+    def _let_go(self, hold: int | None) -> None:
+        if hold is not None:
+            with suppress(StaleHandle):  # it lasts longer than any wait, but not for ever
+                self.hierarchy.release(hold)
 
     def _shorter(self, run: Run) -> Run:
         """Less of a run for which there is no room: half of what the pool lacks of it."""

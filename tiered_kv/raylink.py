@@ -50,8 +50,9 @@ class RayLink:
         look the name up.
 
         An actor that ended for good is looked up again at the next call, not at this one: only
-        the caller knows what may be done twice. An `Unreachable` call may have been carried out, or be carried out later: it is cancelled
-        as far as possible, and a reservation that still comes of it is given back.
+        the caller knows what may be done twice. An `Unreachable` call may have been carried out,
+        or be carried out later: it is cancelled as far as possible, and a reservation that still
+        comes of it is given back.
         """
         try:
             handle = self._resolve()

@@ -21,7 +21,7 @@ from tiered_kv.connecting import Cluster
 from tiered_kv.errors import StaleHandle, UnknownSession, Unreachable
 from tiered_kv.types import Medium, Refused
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 
 def kill(pid):

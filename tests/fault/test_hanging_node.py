@@ -11,7 +11,7 @@ from tiered_kv.actors.launch import down, ensure
 from tiered_kv.connecting import Cluster
 from tiered_kv.errors import Unreachable
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

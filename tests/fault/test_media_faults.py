@@ -1,5 +1,6 @@
 """A disk that lies, fills up or vanishes under a whole node: counted misses, never a wrong byte."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -76,7 +77,7 @@ def slots_in_order(host: Host) -> list[int]:
 def test_a_flipped_bit_costs_its_block_and_what_follows_and_is_counted(host: Host) -> None:
     host.cold("flipped")
     nth = 5
-    run = [r for r in host.runner.node.keeper.table if r.id == "flipped"][0].run
+    run = next(r for r in host.runner.node.keeper.table if r.id == "flipped").run
     slot = host.runner.node.hierarchy.book.blocks[run[nth]].slots[1]
     flip(data_file(host.config), slot + NBYTES // 3)
     got = host.engine.wake("flipped")
@@ -114,10 +115,8 @@ def test_a_damaged_index_costs_warmth_and_never_correctness(host: Host, damage: 
     else:
         index.unlink()
     host.start()
-    try:
-        assert host.engine.wake("indexed").blocks in range(BLOCKS + 1)  # bytes were compared
-    except UnknownSession:
-        pass
+    with contextlib.suppress(UnknownSession):
+        host.engine.wake("indexed")  # whatever comes, its bytes are compared
     assert any("former index" in note for note in host.status()["notes"])
     assert host.engine.save("after", BLOCKS, durable=True).durable == BLOCKS
     assert host.engine.wake("after").blocks == BLOCKS

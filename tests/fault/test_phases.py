@@ -98,7 +98,8 @@ def reserve(engine: Engine, session: str) -> tuple[Reservation, list[Any]]:
     engine.attach()
     chain = keys.chain(LAYOUT, SECRET, tokens_of(session, BLOCKS))
     reserved = engine.call("reserve", LAYOUT.fingerprint, chain.keys, engine.owner)
-    assert isinstance(reserved, Reservation) and len(reserved.keys) == BLOCKS
+    assert isinstance(reserved, Reservation)
+    assert len(reserved.keys) == BLOCKS
     return reserved, list(zip(reserved.keys, reserved.slots, strict=True))
 
 

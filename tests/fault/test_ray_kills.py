@@ -7,7 +7,7 @@ import pytest
 from cluster_kit import CALL_S, Engine, config_in, embedded, folders, until
 from other_process import Child
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 SERVICE = f"""
 import sys

@@ -29,6 +29,7 @@ from tiered_kv.raylink import RayLink, group_of
 from tiered_kv.runner import VERBS
 from tiered_kv.types import Medium
 
+pytestmark = pytest.mark.timeout(400)
 TESTS = Path(__file__).parents[1]
 
 

@@ -22,6 +22,8 @@ from tiered_kv.connecting import Cluster
 from tiered_kv.errors import BadInput, DoesNotFit, FolderInUse, Unreachable
 from tiered_kv.types import Medium
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture
 def root(service_folders):

@@ -147,7 +147,7 @@ def _save(kv: Client, work: Load, name: str, n: int, rng: random.Random) -> None
     tokens = _tokens(name, n)
     give_up = rng.random() < 0.05
 
-    def fill(index: int, count: int, slot: torch.Tensor) -> None:
+    def fill(index: int, _tokens: int, slot: torch.Tensor) -> None:
         if give_up and index:
             raise Abandoned
         slot.view(torch.int64).fill_(_mark(tokens, index))
@@ -170,7 +170,7 @@ def _extend(kv: Client, work: Load, name: str, rng: random.Random) -> None:
 
 
 def _wake(kv: Client, work: Load, name: str) -> None:
-    def copy(blocks: list[torch.Tensor], n_tokens: int) -> list[torch.Tensor]:
+    def copy(blocks: list[torch.Tensor], _n: int) -> list[torch.Tensor]:
         return [block.clone() for block in blocks]
 
     woken = kv.wake(name, LAYOUT, copy)

@@ -71,7 +71,9 @@ def write(path: Path, results: Sequence[Result], machine: Mapping[str, Any]) -> 
 
 def table(results: Sequence[Result], console: Console | None = None) -> None:
     """Print the results, one a line; what misses its bar is marked."""
-    grid = Table("name", "unit", "against")
+    grid = Table()
+    for column in ("name", "unit", "against"):
+        grid.add_column(column, overflow="fold")
     for column in ("value", "its value", "ratio", "bar"):
         grid.add_column(column, justify="right")
     grid.add_column("holds")

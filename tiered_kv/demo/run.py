@@ -15,6 +15,7 @@ from tiered_kv.client import Client
 from tiered_kv.config import Config, Size, load
 from tiered_kv.demo import engine, model
 from tiered_kv.demo.documents import Document, documents
+from tiered_kv.errors import TierBroken
 from tiered_kv.integrations.transformers import layout_of, resume, save
 from tiered_kv.layout import KVLayout
 from tiered_kv.types import Medium
@@ -138,7 +139,7 @@ def _first_questions(
         chat.first = answer
         saved = save(kv, chat.name, layout, [*chat.ids, *answer.tokens], answer.cache)
         if saved.why:
-            raise RuntimeError(f"{chat.name} could not be saved: {saved.why}")
+            raise TierBroken(f"{chat.name} could not be saved: {saved.why}")
         chat.second_ids = engine.next_turn(
             chat_model, chat.ids, answer, chat.document.second_question
         )

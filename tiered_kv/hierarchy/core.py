@@ -174,6 +174,20 @@ class Hierarchy:
         heapq.heappush(self._expiry, (lease.expires_s, lease.id))
         return lease
 
+    def hold(self, run: Run, ttl_s: float, now: float) -> int:
+        """Pin the blocks of a run that are here or coming, in whatever tier; `release` ends it.
+
+        For who waits for moves: what has come stays while the rest comes. Without that, a run
+        longer than the pool's high mark leaves as fast as it arrives.
+        """
+        blocks = self.book.live(run)
+        for block in blocks:
+            block.pins += 1
+        self._ids += 1
+        self._leases[self._ids] = Lease(self._ids, (), (), 0, now + ttl_s), blocks
+        heapq.heappush(self._expiry, (now + ttl_s, self._ids))
+        return self._ids
+
     def release(self, lease: int) -> None:
         """End a lease. Raises `StaleHandle` for one that was released or has expired."""
         held = self._leases.pop(lease, None)

@@ -169,8 +169,8 @@ class Flow:
             elif block.mask & top.bit and not block.mask & lower:
                 mine.append(block)
         ordered = self._with_ancestors(top, mine[::-1], lower)
-        for some in self._together(ordered, target):
-            moves.update(dict.fromkeys(self._descend(top, target, some, set())))
+        started, _ = self._descend_in_order(top, target, ordered, set())
+        moves.update(dict.fromkeys(started))
         return list(moves)
 
     def demote(self, tier: TierState) -> None:
@@ -189,10 +189,9 @@ class Flow:
         clean = [b for b in leaving if b.mask & lower]
         dirty = [b for b in leaving if not b.mask & lower]
         self._room.release(clean, tier)
-        for some in self._together(self._with_ancestors(tier, dirty, lower), target):
-            gone = set(some) & set(dirty)
-            if not self._descend(tier, target, some, gone):
-                self._room.shed(tier, [b for b in reversed(some) if b in gone])
+        ordered = self._with_ancestors(tier, dirty, lower)
+        _, refused = self._descend_in_order(tier, target, ordered, set(dirty))
+        self._room.shed(tier, [b for b in reversed(refused) if b in set(dirty)])
 
     def _excess(self, tier: TierState) -> float:
         """Bytes of capacity that should leave, beyond what is leaving already."""
@@ -256,6 +255,25 @@ class Flow:
             return list(groups.values())
         return [some for group in groups.values() for some in _batches(group)]
 
+    def _descend_in_order(
+        self, tier: TierState, target: TierState | None, ordered: list[Block], leaving: set[Block]
+    ) -> tuple[list[int], list[Block]]:
+        """Start moves for blocks in prefix order; their ids, and the blocks that found no room.
+
+        What comes behind a batch without room stays too: no tail goes where its head could not.
+        """
+        moves: list[int] = []
+        refused: list[Block] = []
+        full: set[tuple[int, Fingerprint]] = set()
+        for some in self._together(ordered, target):
+            group = some[0].nbytes, some[0].layout
+            ids = [] if group in full else self._descend(tier, target, some, leaving & set(some))
+            moves += ids
+            if not ids:
+                full.add(group)
+                refused += some
+        return moves, refused
+
     def _descend(
         self, tier: TierState, target: TierState | None, blocks: list[Block], leaving: set[Block]
     ) -> list[int]:
@@ -265,9 +283,13 @@ class Flow:
         nbytes = blocks[0].nbytes
         slots: list[int] | None = []
         if target is not None:
-            if not self._room.bottom(target, nbytes, len(blocks)):
-                return []
-            slots = target.slots.take(nbytes, len(blocks))
+            parents = [b.parent for b in blocks if b.parent is not None]
+            for parent in parents:
+                parent.pins += 1  # room for a tail must not cost the head below it
+            roomy = self._room.bottom(target, nbytes, len(blocks))
+            for parent in parents:
+                self._book.unpin(parent)
+            slots = target.slots.take(nbytes, len(blocks)) if roomy else None
         if slots is None:
             return []
         leaving &= set(blocks)
