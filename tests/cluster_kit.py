@@ -22,6 +22,7 @@ from tiered_kv.assemble import host
 from tiered_kv.checksum import checksum
 from tiered_kv.config import Config, load
 from tiered_kv.connecting import Cluster
+from tiered_kv.directory import Member
 from tiered_kv.layout import KVLayout
 from tiered_kv.node import Node
 from tiered_kv.sessions import Session, SessionId
@@ -217,6 +218,12 @@ def tokens_of(session: str, blocks: int) -> list[int]:
 def view_of(pool: PoolView | None, slot: int) -> memoryview:
     assert pool is not None
     return memoryview(pool.tensor[slot : slot + NBYTES].numpy())
+
+
+def only_member(cluster: Cluster) -> Member:
+    """The only member, once it has announced itself: after a kill that takes a beat."""
+    until(lambda: len(cluster.members()) == 1, "there is one member")
+    return cluster.members()[0]
 
 
 def node_status(cluster: Cluster) -> dict[str, Any]:

@@ -204,17 +204,17 @@ class Speaker:
         return self.client.save(session, self.layout, tokens, fill, durable=durable)
 
     def wake(self, session: str, tokens: list[int], **options: Any) -> Woken[int]:
-        """Fails when one byte or token is not what was saved."""
-        chain = keys.chain(self.layout, SECRET, tokens).keys
+        """Fails when one byte or token is not what was saved, now or at an earlier turn."""
 
         def copy(blocks: list[Any], n_tokens: int) -> list[bytes]:
             return [bytes(block.numpy().data) for block in blocks]
 
         woken = self.client.wake(session, self.layout, copy, **options)
+        saved = woken.tokens.tolist() or tokens
+        assert saved == tokens[: len(saved)]
+        chain = keys.chain(self.layout, SECRET, saved).keys
         for key, found in zip(chain, woken.value or (), strict=False):
             assert found == content(key), f"wrong bytes for {key.hex()} of {session}"
-        if woken.n_tokens:
-            assert woken.tokens.tolist() == tokens
         return woken
 
 

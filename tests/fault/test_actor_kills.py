@@ -13,6 +13,7 @@ from cluster_kit import (
     Engine,
     gpu_status,
     node_status,
+    only_member,
     until,
 )
 
@@ -106,7 +107,7 @@ def test_a_killed_node_actor_comes_back_warm_and_its_gpu_joins_it_again(
 
 
 def test_killing_the_node_actor_under_load_never_gives_a_wrong_byte(cluster):
-    (member,) = cluster.members()
+    member = only_member(cluster)
     below = Load(Engine(cluster.link(member)), "below")
     above = Load(Engine(cluster.link(member, Medium.HBM)), "above")
     try:
@@ -163,7 +164,7 @@ def test_a_killed_gpu_actor_comes_back_empty_and_fills_from_its_host(cluster, gp
 
 
 def test_killing_the_gpu_actor_under_load_never_gives_a_wrong_byte(cluster):
-    (member,) = cluster.members()
+    member = only_member(cluster)
     load = Load(Engine(cluster.link(member, Medium.HBM)), "gpu-load")
     try:
         for _ in range(2):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import ray
-from cluster_kit import CALL_S, Engine, host_whose_loop_hangs, in_namespace, until
+from cluster_kit import CALL_S, Engine, host_whose_loop_hangs, in_namespace, only_member, until
 
 from tiered_kv.actors.launch import down, ensure
 from tiered_kv.connecting import Cluster
@@ -28,7 +28,7 @@ def hanging(cluster, service_folders):
 
 def test_a_loop_that_hangs_is_found_by_ping_named_in_status_and_placed_around(hanging):
     cluster, hang = hanging
-    (member,) = cluster.members()
+    member = only_member(cluster)
     link = cluster.link(member)
     engine = Engine(link)
     engine.save("before", 3)
@@ -60,7 +60,7 @@ def test_a_loop_that_hangs_is_found_by_ping_named_in_status_and_placed_around(ha
 
 def test_an_actor_that_is_stopped_is_unreachable_and_goes_on_when_continued(hanging):
     cluster, _ = hanging
-    (member,) = cluster.members()
+    member = only_member(cluster)
     link = cluster.link(member)
     pid = link.call("about", timeout_s=CALL_S)["pid"]
     os.kill(pid, signal.SIGSTOP)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_kit import Engine, config_in, embedded, folders
+from cluster_kit import Engine, config_in, embedded, folders, only_member
 
 from tiered_kv.connecting import Cluster
 from tiered_kv.types import Medium
@@ -28,7 +28,7 @@ def cluster(service_folders: tuple[Path, Path]) -> Iterator[Cluster]:
 @pytest.fixture
 def engine(cluster: Cluster) -> Iterator[Engine]:
     """An engine on the node's DRAM pool."""
-    (member,) = cluster.members()
+    member = only_member(cluster)
     one = Engine(cluster.link(member))
     yield one
     one.close()
@@ -37,7 +37,7 @@ def engine(cluster: Cluster) -> Iterator[Engine]:
 @pytest.fixture
 def gpu_engine(cluster: Cluster) -> Iterator[Engine]:
     """An engine on the GPU stand-in's pool."""
-    (member,) = cluster.members()
+    member = only_member(cluster)
     one = Engine(cluster.link(member, Medium.HBM))
     yield one
     one.close()

@@ -15,6 +15,7 @@ from cluster_kit import (
     host_whose_disk_waits,
     in_namespace,
     node_status,
+    only_member,
     tokens_of,
     until,
 )
@@ -56,7 +57,7 @@ def test_an_error_of_ours_crosses_the_boundary_as_itself_in_one_line(engine):
 
 
 def test_who_asks_the_actor_without_a_link_catches_our_classes_too(cluster):
-    (member,) = cluster.members()
+    member = only_member(cluster)
     handle = ray.get_actor(member.actor, cluster.config.service.namespace)
     with pytest.raises(UnknownSession):
         ray.get(handle.control.remote("session", ("never-saved",), {}))
@@ -83,7 +84,7 @@ def test_an_actor_that_does_not_exist_is_unreachable_in_one_line(cluster):
 
 
 def test_ping_comes_from_the_nodes_own_loop(cluster, engine, gpu_engine):
-    (member,) = cluster.members()
+    member = only_member(cluster)
     assert engine.call("ping") == member.node_id
     assert gpu_engine.call("ping") == gpu_engine.attach().node_id
 
@@ -204,7 +205,7 @@ def test_a_call_that_was_given_up_leaves_nothing_behind(cluster, engine):
 
 def test_gpu_status_says_that_no_gpu_is_used(cluster):
     assert "no GPU is used" in gpu_status(cluster)["pool"]
-    (member,) = cluster.members()
+    member = only_member(cluster)
     assert cluster.link(member, Medium.HBM).actor == member.gpus[0]
     with pytest.raises(BadInput, match=r"has no hbm 1; it has dram and hbm 0\.\.0"):
         cluster.link(member, Medium.HBM, index=1)

@@ -108,7 +108,7 @@ def test_sessions_that_were_pushed_out_of_hbm_and_dram_come_back_with_their_byte
     for name in names:
         assert both.speaker.save(name, tokens(name, 8 * STEP)).why is None
     found = set()
-    for name in names:
+    for name in reversed(names):
         woken = both.speaker.wake(name, tokens(name, 8 * STEP))
         assert (woken.missed, woken.why) == (0, None)
         found.update(woken.found)
@@ -203,11 +203,11 @@ def test_layouts_of_two_models_live_beside_each_other(both):
     def fill(index, n, slot):
         slot.fill_(index + 1)
 
-    for i in range(12):
+    for i in range(6):
         words = tokens(f"w{i}", 7 * STEP)
         assert both.speaker.save(f"s{i}", words).why is None
         assert both.client.save(f"w{i}", wide, words, fill).why is None
-    for i in range(12):
+    for i in range(6):
         words = tokens(f"w{i}", 7 * STEP)
         assert both.speaker.wake(f"s{i}", words).missed == 0
         woken = both.client.wake(f"w{i}", wide, lambda blocks, n: [b.unique().tolist() for b in blocks])
@@ -779,7 +779,7 @@ BAD_CALLS = {
     "fetch: ttl negative": (BadInput, "ttl_s .* not -1", "fetch", (FP, RUN, -1)),
     "fetch: ttl NaN": (BadInput, "ttl_s .* not nan", "fetch", (FP, RUN, NAN)),
     "fetch: ttl for ever": (BadInput, "ttl_s .* not inf", "fetch", (FP, RUN, INF)),
-    "fetch: ttl of years": (BadInput, "ttl_s .* not 1e", "fetch", (FP, RUN, 1e9)),
+    "fetch: ttl of years": (BadInput, "ttl_s .* not 1000000000.0", "fetch", (FP, RUN, 1e9)),
     "fetch: ttl text": (BadInput, "ttl_s .* not '5'", "fetch", (FP, RUN, "5")),
     "fetch: deadline negative": (BadInput, "deadline_s .* not -0.1", "fetch", (FP, RUN, 1, -0.1)),
     "fetch: deadline NaN": (BadInput, "deadline_s .* not nan", "fetch", (FP, RUN, 1, NAN)),
@@ -1096,11 +1096,10 @@ def test_a_verb_with_wrong_arguments_is_an_error_of_its_caller_alone(host):
 
 
 def test_many_sessions_from_many_threads_never_get_a_wrong_byte(both):
-    client = Client(both)
     failures = []
 
     def chat(n):
-        speaker = Speaker(client)
+        speaker = Speaker(both.client)
         try:
             for turn in range(1, 6):
                 words = tokens(f"t{n}", turn * STEP + n)
@@ -1117,7 +1116,6 @@ def test_many_sessions_from_many_threads_never_get_a_wrong_byte(both):
     assert failures == []
     at_rest(both.gpu)
     at_rest(both.host)
-    client.close()
 
 
 def test_two_owners_of_one_run_store_it_once(host):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from tiered_kv.errors import BadConfig, BadInput
 from tiered_kv.hierarchy.state import NO_SLOT, Block, TierSpec, TierState
+from tiered_kv.policies.admission import OnDemotion
 from tiered_kv.types import Absent, Answer, BlockKey, Coming, Fingerprint, Held, Medium
 
 ABSENT = Absent()
@@ -22,6 +23,8 @@ class Book:
             raise BadConfig(f"tiers must be one or more different media, not {list(specs)}")
         self.tiers = [TierState(i, spec) for i, spec in enumerate(specs)]
         self.top = self.tiers[0]
+        # what the pool's blocks have to pass on their way down
+        self.gate = self.tiers[1].admission if len(self.tiers) > 1 else OnDemotion(0)
         self.below = below
         self.below_online = below
         self.blocks: dict[BlockKey, Block] = {}

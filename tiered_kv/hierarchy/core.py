@@ -166,6 +166,7 @@ class Hierarchy:
         keys = tuple(run[: len(blocks)])
         if blocks:
             top.policy.use(keys)
+            self.book.gate.used(keys)
         self._ids += 1
         slots = tuple([block.slots[index] for block in blocks])
         nbytes = blocks[0].nbytes if blocks else 0
@@ -228,6 +229,8 @@ class Hierarchy:
         The source of each move is pinned and its target reserved until `done` is called.
         """
         self._expire(now)
+        if owed := self.book.gate.owed():
+            self._flow.write_down(self.book.live(owed))
         for tier in self.book.tiers:
             if tier.online:
                 self._flow.demote(tier)

@@ -189,6 +189,10 @@ class Flow:
         clean = [b for b in leaving if b.mask & lower]
         dirty = [b for b in leaving if not b.mask & lower]
         self._room.release(clean, tier)
+        if tier is self._book.top:
+            worth = self._book.gate.worth
+            self._room.shed(tier, [b for b in dirty if not worth(b.key)])
+            dirty = [b for b in dirty if not b.gone]  # who has descendants goes down in spite of it
         ordered = self._with_ancestors(tier, dirty, lower)
         _, refused = self._descend_in_order(tier, target, ordered, set(dirty))
         self._room.shed(tier, [b for b in reversed(refused) if b in set(dirty)])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tiered_kv.errors import BadConfig
 from tiered_kv.policies import eviction
+from tiered_kv.policies.admission import admission
 from tiered_kv.slots import SlotPool
 from tiered_kv.types import Answer, BlockKey, Fingerprint, Medium, Usage
 
@@ -102,7 +103,8 @@ class TierSpec:
     """One tier as the hierarchy sees it.
 
     Above `high` (a share of the capacity) blocks leave until `low`. `restore_floor` is the share
-    that only promotions may take, so that what lies below can always be brought up.
+    that only promotions may take, so that what lies below can always be brought up. `admission`
+    says which blocks of the pool above may come in, and when (of the first tier below it alone).
     """
 
     medium: Medium
@@ -113,6 +115,7 @@ class TierSpec:
     low: float = 0.80
     restore_floor: float = 0.0
     policy: str = "lru"
+    admission: str = "on_demotion"
 
     def __post_init__(self) -> None:
         if not 0.0 < self.low <= self.high <= 1.0:
@@ -127,7 +130,7 @@ class TierSpec:
 class TierState:
     """Slots and order of one tier."""
 
-    __slots__ = ("bit", "index", "leaving", "lower", "online", "policy", "reserved", "shared",
+    __slots__ = ("admission", "bit", "index", "leaving", "lower", "online", "policy", "reserved", "shared",
                  "slots", "spec", "wanted")  # fmt: skip
 
     def __init__(self, index: int, spec: TierSpec) -> None:
@@ -138,6 +141,7 @@ class TierState:
         self.slots = SlotPool(spec.capacity_bytes, spec.slab_bytes, spec.stripes)
         hint = max(1, self.slots.capacity_bytes // HINT_BLOCK_BYTES)
         self.policy = eviction(spec.policy, hint)
+        self.admission = admission(spec.admission, hint)
         self.online = True
         self.leaving: dict[int, int] = {}  # block size -> blocks whose demotion is under way
         self.wanted: dict[int, int] = {}  # block size -> slots that somebody waits for

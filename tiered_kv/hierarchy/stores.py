@@ -154,6 +154,7 @@ class Stores:
         if spare:
             top.slots.give(nbytes, spare)
         top.policy.admit(new, opened.before)
+        book.gate.stored(new)
         book.count("stores", len(new))
         return new
 

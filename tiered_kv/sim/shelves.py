@@ -1,0 +1,130 @@
+"""Beyond the node: whole sessions in other hosts' memory and in an object store.
+
+As in the service, nothing here is a tier of the hierarchy: cold sessions are written out while
+their blocks still lie on the node, so that these can be dropped later; a session that is wanted
+again is read straight into HBM. The coldest leave a full shelf for the next one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from tiered_kv.sim.machine import Machine
+from tiered_kv.sim.profiles import StorePart
+from tiered_kv.types import Medium, SessionId
+
+ARCHIVE_PRIORITY = 3
+"""Behind the classes of `MoveKind`."""
+AHEAD = 0.75
+"""Sessions that only the node holds may fill this share of its lowest tier; the coldest others
+are written out, before they are dropped."""
+CONCURRENT = 4
+EVERY_S = 1.0
+
+
+class Shelf:
+    """One place beyond the node. Oldest use first."""
+
+    def __init__(self, name: str, part: StorePart) -> None:
+        self.name = name
+        self.capacity_bytes = part.high * part.bytes
+        self.used_bytes = 0
+        self.blocks: OrderedDict[SessionId, int] = OrderedDict()
+
+
+class Archive:
+    """The shelves of a machine and who lies on them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.shelves = [Shelf(n, machine.setup.part(n)) for n in machine.setup.shelves]
+        self._only_here: OrderedDict[SessionId, int] = OrderedDict()  # blocks that no shelf has
+        self._only_blocks = 0
+        self._busy: set[SessionId] = set()
+        self.restored: int = 0
+        if self.shelves:
+            lowest = machine.hierarchy.book.tiers[-1].spec
+            self._limit = AHEAD * lowest.low * lowest.capacity_bytes / machine.block_bytes
+            machine.clock.every(EVERY_S, self._tidy)
+
+    def used(self, sid: SessionId, blocks: int) -> None:
+        """A session of so many complete blocks was used just now."""
+        if not self.shelves:
+            return
+        self._forget_debt(sid)
+        missing = blocks - self.held(sid)
+        if missing > 0:
+            self._only_here[sid] = missing
+            self._only_blocks += missing
+        for shelf in self.shelves:
+            if sid in shelf.blocks:
+                shelf.blocks.move_to_end(sid)
+
+    def held(self, sid: SessionId) -> int:
+        """Leading blocks of a session that some shelf has."""
+        return max((shelf.blocks.get(sid, 0) for shelf in self.shelves), default=0)
+
+    def where(self, sid: SessionId) -> str | None:
+        """The fastest shelf that has a session."""
+        return next((s.name for s in self.shelves if sid in s.blocks), None)
+
+    def close(self, sid: SessionId) -> None:
+        """A session has ended."""
+        self._forget_debt(sid)
+        for shelf in self.shelves:
+            shelf.used_bytes -= shelf.blocks.pop(sid, 0) * self._machine.block_bytes
+
+    def used_bytes(self) -> Iterator[tuple[str, int]]:
+        """Bytes on each shelf."""
+        for shelf in self.shelves:
+            yield shelf.name, shelf.used_bytes
+
+    def _forget_debt(self, sid: SessionId) -> None:
+        self._only_blocks -= self._only_here.pop(sid, 0)
+
+    def _tidy(self) -> None:
+        excess = self._only_blocks - self._limit
+        for sid, blocks in list(self._only_here.items()):
+            if excess <= 0 or len(self._busy) >= CONCURRENT:
+                return
+            session = self._machine.table.find(sid)
+            if session is None or sid in self._busy or not self._machine.holds(session.run):
+                continue
+            excess -= blocks
+            self._busy.add(sid)
+            self._write(sid, blocks, len(session.run))
+
+    def _write(self, sid: SessionId, blocks: int, whole: int) -> None:
+        machine = self._machine
+        session = machine.table.get(sid)
+        media = machine.below(session.run) or {Medium.HBM: 1}
+        source = max(media, key=lambda medium: media[medium])  # where most of it lies
+        name = self.shelves[0].name
+        if source is Medium.HBM:
+            lane, legs = machine.path(name, False)
+        else:
+            lane, legs = machine.beside(name, source)
+
+        def written() -> None:
+            self._busy.discard(sid)
+            now = machine.table.find(sid)
+            if now is not None:
+                self._put(0, sid, whole)
+                self.used(sid, len(now.run))
+
+        nbytes = blocks * machine.block_bytes
+        machine.traffic.submit(lane, legs, nbytes, ARCHIVE_PRIORITY, written)
+
+    def _put(self, index: int, sid: SessionId, blocks: int) -> None:
+        shelf, size = self.shelves[index], self._machine.block_bytes
+        shelf.used_bytes += (blocks - shelf.blocks.get(sid, 0)) * size
+        shelf.blocks[sid] = blocks
+        shelf.blocks.move_to_end(sid)
+        while shelf.used_bytes > shelf.capacity_bytes and shelf.blocks:
+            cold, n = shelf.blocks.popitem(last=False)
+            shelf.used_bytes -= n * size
+            if index + 1 < len(self.shelves):  # to the next shelf, past the node
+                lane, legs = self._machine.beside(self.shelves[index + 1].name, shelf.name)
+                self._machine.traffic.submit(
+                    lane, legs, n * size, ARCHIVE_PRIORITY, lambda: None
+                )
+                self._put(index + 1, cold, n)
