@@ -97,7 +97,8 @@ def decide(hit: Hit, link: Link, prefill: Prefill) -> Decision:
 
     Recomputing wins a tie: it needs nobody else.
     """
-    best = min(_candidates(hit, link, prefill), key=lambda k: (modelled_s(k, hit, link, prefill), k))
+    candidates = _candidates(hit, link, prefill)  # ascending, and `min` takes the first of equals
+    best = min(candidates, key=lambda load: modelled_s(load, hit, link, prefill))
     return Decision(
         load=best,
         recompute=hit.blocks - best,
@@ -161,7 +162,9 @@ class Meter:
 
     __slots__ = ("_bytes", "_memory", "_seconds", "latency_s")
 
-    def __init__(self, bytes_per_s: float, latency_s: float = 0.0, memory_bytes: float = 1 << 30):
+    def __init__(
+        self, bytes_per_s: float, latency_s: float = 0.0, memory_bytes: float = 1 << 30
+    ) -> None:
         """Start from what the tier's self-test measured. About `memory_bytes` are remembered."""
         if not (bytes_per_s > 0 and memory_bytes > 0):
             raise BadInput(f"a meter starts from a positive rate, not {bytes_per_s}")

@@ -138,5 +138,5 @@ def _nvme_spec(config: Config) -> TierSpec:
     capacity = SlotPool(config.nvme.bytes, slab, stripes).capacity_bytes
     return TierSpec(
         Medium.NVME, capacity, slab, stripes, high=config.nvme.high, low=config.nvme.low,
-        policy=config.nvme.policy,
+        policy=config.nvme.policy, admission=config.nvme.admission,
     )  # fmt: skip

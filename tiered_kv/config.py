@@ -17,6 +17,7 @@ from tiered_kv.errors import BadConfig
 from tiered_kv.inputs import LONGEST_S, short
 from tiered_kv.keys import MAX_SECRET_BYTES
 from tiered_kv.policies import EVICTION
+from tiered_kv.policies.admission import ADMISSION
 from tiered_kv.types import ALIGNMENT
 
 PREFIX = "TIERED_KV_"
@@ -92,6 +93,7 @@ class Nvme:
     high: float = 0.90
     low: float = 0.85
     policy: str = "lru"
+    admission: str = "on_demotion"  # what is written: on_demotion, write_behind, second_use
     folder: str = ""  # "": $XDG_CACHE_HOME/tiered_kv/nvme; holds identity, lock and index
     devices: tuple[str, ...] = ()  # more folders, one a drive, to stripe over
     slab_bytes: Size = Size(0)
@@ -145,6 +147,9 @@ class Config:
         _require(0 <= self.dram.restore_floor < 1,
                  f"dram.restore_floor {self.dram.restore_floor} is not in [0, 1)")  # fmt: skip
         _require(0 <= self.hbm.verify <= 1, f"hbm.verify {self.hbm.verify} is not in [0, 1]")
+        _require(self.nvme.admission in ADMISSION,
+                 f"nvme.admission {self.nvme.admission!r} is not one of "
+                 f"{', '.join(sorted(ADMISSION))}")  # fmt: skip
         _require(self.nvme.engine in ("auto", "threads", "io_uring"),
                  f"nvme.engine {self.nvme.engine!r} is not one of auto, threads, io_uring")  # fmt: skip
         _require(1 <= self.nvme.queue_depth <= 1024,

@@ -5,6 +5,7 @@ import os
 import ray
 
 from tiered_kv.errors import BadInput, Unreachable
+from tiered_kv.ray_address import ray_address
 
 OBJECT_STORE_BYTES = 100 << 20
 """Of an embedded cluster. No block travels through it, and /dev/shm must hold the arena."""
@@ -28,11 +29,13 @@ def join(address: str | None = None, embedded: bool | None = None) -> bool:
     if embedded:
         _start()
         return True
+    named = None if address == "auto" else address or os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address=address or "auto", log_to_driver=False, configure_logging=False)
-    except ConnectionError as error:
-        if address or os.environ.get("RAY_ADDRESS") or embedded is False:
-            where = address or os.environ.get("RAY_ADDRESS") or "this machine"
+        where = ray_address(named)
+        ray.init(address=where or "auto", log_to_driver=False, configure_logging=False)
+    except (ConnectionError, Unreachable) as error:
+        if named or embedded is False:
+            where = named or "this machine"
             raise Unreachable(f"no Ray cluster answers at {where}: {_first(error)}") from None
         _start()
         return True

@@ -912,7 +912,9 @@ def test_a_layout_is_known_only_once_the_host_agreed(both):
         call(both.to_gpu, "fetch", TWIN.fingerprint, RUN)
     both.host.start()
     call(both.to_gpu, "hello", TWIN)
-    assert call(both.to_gpu, "fetch", TWIN.fingerprint, RUN).missed == 2
+    fetched = call(both.to_gpu, "fetch", TWIN.fingerprint, RUN)
+    assert fetched.missed == 2
+    call(both.to_gpu, "release", fetched.lease.id)
 
 
 # -- status -------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from tiered_kv.cli.cluster import answers, last_started
 from tiered_kv.cli.output import size
 from tiered_kv.config import Config
 from tiered_kv.errors import BadInput
 from tiered_kv.gpus import Gpu
 from tiered_kv.machine import Machine
 from tiered_kv.memory import HEADROOM_BYTES
+from tiered_kv.ray_address import answers, last_started
 
 REMOUNT = "mount -o remount,huge=advise /dev/shm"
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from tiered_kv.cli import tables
-from tiered_kv.cli.cluster import hush_ray, no_ray, ray_address, short, stderr_elsewhere
+from tiered_kv.cli.cluster import hush_ray, no_ray, short, stderr_elsewhere
 from tiered_kv.cli.failures import Failure
 from tiered_kv.cli.options import Options, address, common, json_target
 from tiered_kv.cli.output import Screen, emit
 from tiered_kv.errors import Unreachable
+from tiered_kv.ray_address import ray_address
 
 if TYPE_CHECKING:
     from tiered_kv.actors.launch import Up

@@ -25,7 +25,7 @@ from tiered_kv.types import (
 )
 
 LAYOUT = Fingerprint(bytes(16))
-GROUP_BYTES = 2 << 30
+GROUP_BYTES = 16 << 30
 """Moves of one kind between the same tiers are carried as one transfer up to this size: the node
 pipelines them, and the simulator saves events."""
 RECENT_S = 300.0
@@ -137,7 +137,7 @@ class Machine:
             )
 
     def _landed(self, moves: Sequence[Move]) -> None:
-        for move in moves:
+        for move in reversed(moves):  # heads last: they are to be the most recent ones below
             outcomes: list[Outcome] = [Done(1)] * len(move.blocks)
             self.hierarchy.done(move, outcomes)
             self._flights.pop(move.id).fire()
