@@ -88,13 +88,14 @@ class SecondUse(OnDemotion):
     """Only blocks of which two requests are remembered are written.
 
     The fewest writes, and it costs hits: a session's last turn is lost when it has to leave. State:
-    about 150 bytes for each of the last `2 * capacity_blocks` blocks seen.
+    about 150 bytes for each of the last blocks seen, twice as many as the tier can hold.
     """
 
     name: ClassVar[str] = "second_use"
+    LEAST: ClassVar[int] = 16_384  # the hint is too small where blocks are
 
     def __init__(self, capacity_blocks: int) -> None:
-        self._limit = max(1, 2 * capacity_blocks)
+        self._limit = max(self.LEAST, 2 * capacity_blocks)
         self._seen: OrderedDict[BlockKey, bool] = OrderedDict()  # whether more than once
 
     def used(self, run: Sequence[BlockKey]) -> None:

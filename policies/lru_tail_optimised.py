@@ -18,10 +18,16 @@ class TailOptimisedLRU:
     """Two orders, oldest first: the last `TAIL_BLOCKS` blocks of each run, and all others."""
 
     name: ClassVar[str] = "lru_tail_optimised"
-    TAIL_BLOCKS: ClassVar[int] = 8
-    """What a request may compute again and still meet its limit: 4,096 tokens in blocks of 512."""
+    TAIL_BLOCKS: ClassVar[int] = 4
+    """What a request may compute again and still meet its limit, beside what is new in it."""
 
-    price: ClassVar[str] = ""
+    price: ClassVar[str] = (
+        "lru_tail_optimised frees the last 4 blocks of each run first. Requests with more than 16 "
+        "blocks of 512 tokens to compute, against lru: synthetic trace at 10,000 blocks 30.6 "
+        "instead of 32.0 %, conversations at 10,000 33.8 instead of 34.5 %, coding agents at 8,000 "
+        "10.2 instead of 9.0 %; hits fall by 0.2, 0.6 and 1.3 points"
+    )
+    """Shown when a node starts with it, and measured again in the tests."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._tails: OrderedDict[BlockKey, None] = OrderedDict()

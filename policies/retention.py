@@ -47,8 +47,8 @@ class Gaps:
         if not 0 < p50_s < p90_s:
             raise BadInput(f"percentiles of gaps must grow from above 0, not {p50_s} and {p90_s}")
         sigma = math.log(p90_s / p50_s) / 1.2816
-        below = [_normal(math.log(_edge(i) / p50_s) / sigma) for i in range(BUCKETS + 1)]
-        below[0], below[-1] = 0.0, 1.0
+        inner = [_normal(math.log(_edge(i) / p50_s) / sigma) for i in range(1, BUCKETS)]
+        below = [0.0, *inner, 1.0]
         sure = PRIOR_WEIGHT * (1 - PRIOR_NEVER)
         self._counts = [sure * (b - a) for a, b in pairwise(below)]
         self._never = PRIOR_WEIGHT * PRIOR_NEVER

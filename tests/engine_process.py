@@ -72,9 +72,7 @@ def slow_save(engine: Engine, name: str, blocks: str) -> None:
     sums = [checksum(content(key)) for key in held.keys]
     n = int(blocks)
     run = tuple(keys.chain(LAYOUT, SECRET, tokens_of(name, n)).keys)
-    record = Session(
-        SessionId(name), LAYOUT.fingerprint, run, n * LAYOUT.block_tokens, False, 0.0
-    )
+    record = Session(SessionId(name), LAYOUT.fingerprint, run, n * LAYOUT.block_tokens, False, 0.0)
     say(engine.call("commit", held.id, sums, session=record).blocks)
 
 

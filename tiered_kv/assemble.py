@@ -17,6 +17,7 @@ from tiered_kv.hierarchy import TierSpec
 from tiered_kv.node import Node
 from tiered_kv.pages import Progress
 from tiered_kv.parts import Parts
+from tiered_kv.policies.lru_tail_optimised import TailOptimisedLRU
 from tiered_kv.slots import SlotPool, slab_bytes_for
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.hbm import HbmPool
@@ -75,6 +76,8 @@ def host_parts(config: Config, progress: Progress | None = None) -> Parts:
         )  # fmt: skip
         undo.callback(arena.close)
         notes = [arena.pin()]
+        if TailOptimisedLRU.name in (config.dram.policy, config.nvme.policy):
+            notes.append(TailOptimisedLRU.price)
         specs, tiers, nvme = [dram], dict[Medium, Tier](), None
         if folder is not None:
             spec = _nvme_spec(config)

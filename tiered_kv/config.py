@@ -150,8 +150,8 @@ class Config:
         _require(self.nvme.admission in ADMISSION,
                  f"nvme.admission {self.nvme.admission!r} is not one of "
                  f"{', '.join(sorted(ADMISSION))}")  # fmt: skip
-        _require(self.nvme.engine in ("auto", "threads", "io_uring"),
-                 f"nvme.engine {self.nvme.engine!r} is not one of auto, threads, io_uring")  # fmt: skip
+        _require(self.nvme.engine in ("auto", "threads", "io_uring"), f"nvme.engine "
+                 f"{self.nvme.engine!r} is not one of auto, threads, io_uring")  # fmt: skip
         _require(1 <= self.nvme.queue_depth <= 1024,
                  f"nvme.queue_depth {self.nvme.queue_depth} is not in 1..1024")  # fmt: skip
         _require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.hbm.device) is not None,
@@ -170,8 +170,8 @@ class Config:
         for name in ("lease_ttl_s", "wake_deadline_s", "store_deadline_s", "move_deadline_s",
                      "call_timeout_s", "recent_s"):  # fmt: skip
             value = getattr(self.service, name)
-            _require(0 < value <= LONGEST_S,
-                     f"service.{name} {value} is not above 0 and at most {LONGEST_S:g} s")  # fmt: skip
+            _require(0 < value <= LONGEST_S, f"service.{name} {value} is not above 0 and at most "
+                     f"{LONGEST_S:g} s")  # fmt: skip
         for name in ("wake_deadline_s", "store_deadline_s"):
             value, call_s = getattr(self.service, name), self.service.call_timeout_s
             _require(value < call_s, f"service.{name} {value} must be shorter than "

@@ -246,6 +246,12 @@ class Node:
         check_count("blocks", blocks)
         self.counts[f"miss.{Why.LAPSED}"] += blocks
 
+    async def distrust(self, keys: Run) -> int:
+        """A reader found that bytes of the pool do not match their checksum: nobody gets that copy
+        any more. How many blocks were lost with it, for want of another copy."""
+        check_run(keys)
+        return self.hierarchy.distrust(keys)
+
     async def prefetch(self, sid: str) -> int:
         """Start bringing a session up and do not wait; how many batches are on their way.
 

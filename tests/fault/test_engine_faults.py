@@ -95,8 +95,7 @@ def test_a_killed_engines_reservations_end_with_it_and_nothing_was_visible(stage
 def test_a_killed_engines_leases_lapse_and_its_slots_come_back(stage):
     stage.engine.save("read", 6)
     with stage.child() as child:
-        stage.node.node.config = stage.node.node.config
-        child.say("slow-wake read 0.5")
+        child.say("slow-wake read 3")
         assert child.word().startswith("half")
         assert pending(stage.node)["leases"] == 1
         child.kill()
@@ -291,5 +290,3 @@ def test_an_engine_outlives_its_node_and_meets_the_next_one():
             assert (got.blocks, set(got.found)) == (4, {Medium.NVME})
             assert engine.save("after", 4).blocks == 4
             engine.close()
-
-

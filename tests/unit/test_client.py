@@ -1,4 +1,4 @@
-"""What users call: whatever happens below, they see their bytes, a miss, or an error of their own."""
+"""What users call: whatever happens below, they see their bytes, a miss, or their own errors."""
 
 import threading
 import time
@@ -480,5 +480,3 @@ def test_a_local_gpu_that_cannot_start_leaves_no_host(monkeypatch):
         with pytest.raises(MemoryError):
             Local(small(root, shm))
         assert list(shm.iterdir()) == []
-
-

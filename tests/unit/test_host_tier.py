@@ -219,6 +219,24 @@ def test_bytes_whose_lease_lapsed_during_the_copy_are_a_miss(rig):
     )
 
 
+@pytest.mark.parametrize("lower", [True, False], ids=["with a lower copy", "without one"])
+def test_bytes_that_prove_wrong_are_given_to_nobody_else(rig, lower):
+    blocks = rig.blocks(4)
+    rig.write(blocks)
+    if lower:
+        assert rig.call("persist", [b.key for b in blocks]) == 4
+    slot = rig.host.node.hierarchy.book.blocks[blocks[2].key].slots[0]
+    rig.host.node.parts.pool.view(slot, NBYTES)[100] ^= 1
+    outcomes = rig.read(blocks)
+    assert whys(outcomes)[:3] == [None, None, Why.CORRUPT]
+    careless = HostTier(rig.link, rig.pool, "gpu-x", 0.0, LONG_S)  # compares none
+    careless.introduce(LAYOUT)
+    rig.tier.close()
+    rig.tier = careless
+    wanted = [None] * 4 if lower else [None, None, Why.ABSENT, Why.ABSENT]
+    assert whys(rig.read(blocks)) == wanted
+
+
 def test_a_restarted_host_is_joined_at_the_next_call(rig):
     blocks = rig.blocks(4)
     rig.write(blocks)

@@ -67,15 +67,20 @@ def common(command: Command) -> Command:
         "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", callback=_overrides,
         help="One field of the configuration, as in --set dram.bytes=8GiB; may be repeated.",
     )  # fmt: skip
-    @click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug,
-        help="Show tracebacks.",
-    )  # fmt: skip
+    @debuggable
     @functools.wraps(command)
     def with_options(file: str | None, overrides: dict[str, Any], **others: Any) -> None:
         command(Options(file, overrides), **others)
 
     return with_options
+
+
+def debuggable(command: Command) -> Command:
+    """`--debug`, for commands that read no configuration."""
+    return click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_debug,
+        help="Show tracebacks.",
+    )(command)  # fmt: skip
 
 
 def address(command: Command) -> Command:

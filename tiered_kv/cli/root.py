@@ -16,6 +16,7 @@ from tiered_kv.cli.options import DEBUG
 from tiered_kv.cli.service import down, up
 from tiered_kv.cli.sessions import sessions
 from tiered_kv.cli.status import status
+from tiered_kv.cli.workload import workload
 from tiered_kv.errors import TieredKVError
 
 
@@ -49,7 +50,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, doctor, up, status, sessions, down, bench):
+for command in (demo, doctor, up, status, sessions, down, bench, workload):
     cli.add_command(command)
 
 

@@ -23,6 +23,7 @@ from tiered_kv.types import (
     Reservation,
     Run,
     Usage,
+    Why,
 )
 
 
@@ -256,6 +257,23 @@ class Hierarchy:
             if not (block.child or block.guards or block.gone):
                 self.book.drop(block)
                 gone.append(block.key)
+        return gone
+
+    def distrust(self, keys: Run) -> int:
+        """Drop copies in the top tier whose bytes proved wrong; how many blocks went with them.
+
+        A lower copy stays, and is compared when it comes up. Without one the block goes, and all
+        that descends from it.
+        """
+        book, top, gone = self.book, self.book.top, 0
+        for block in book.live(keys):
+            if block.gone or not block.mask & top.bit:
+                continue
+            if block.mask == top.bit or block.pins:
+                gone += book.drop(block)
+            else:
+                book.lose(block, top)
+        book.count(f"dropped.{Why.CORRUPT}", gone)
         return gone
 
     def adopt(self, medium: Medium, found: Sequence[Located]) -> list[BlockKey]:

@@ -85,9 +85,13 @@ class Gpu:
         decode_s, chunk_s = self._times()
         return decode_s + chunk_s
 
-    def backlog_s(self) -> float:
-        """Seconds of prefill that are queued."""
-        return sum(one.left_s for one in self._prefills)
+    def prefill_ends_s(self, new: float, before: float) -> float:
+        """How long a prefill would take from now on: behind those that are queued, and sharing
+        each step with the running batch."""
+        queued = sum(one.left_s for one in self._prefills)
+        batch = len(self._decodes)
+        decode_s = self.rates.step_s(batch, self._context) if batch else 0.0
+        return (queued + self.rates.prefill_s(new, before)) * (1 + decode_s / self._chunk_s)
 
     def stop(self) -> None:
         """Lose everything that runs; whoever waits goes on."""

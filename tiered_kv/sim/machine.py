@@ -37,7 +37,8 @@ WAKE_DEADLINE_S = STORE_DEADLINE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a simulated node consists of. `tiers` are those of the node below HBM; `shelves` lie
-    beyond it (other hosts' memory, an object store) and take whole sessions."""
+    beyond it (other hosts' memory, an object store) and take whole sessions. Without `admission`
+    nothing ever leaves HBM, which ends at its high watermark: above it is what activations need."""
 
     profile: Profile
     model: ModelSpec
@@ -45,6 +46,7 @@ class Setup:
     tiers: tuple[Medium, ...] = (Medium.DRAM, Medium.NVME)
     shelves: tuple[str, ...] = ()
     policy: str = "lru"
+    admission: bool = True
 
     @property
     def block_bytes(self) -> int:
@@ -63,6 +65,8 @@ class Setup:
                 f"(profile {self.profile.name})"
             )
         low = max((gpu.low * self.profile.hbm_bytes - weights) / pool, room / pool / 2)
+        if not self.admission:
+            return [self._spec(Medium.HBM, room, 1.0, 1.0)]
         found = [self._spec(Medium.HBM, pool, room / pool, low)]
         for medium in self.tiers:
             part = self.part(medium)
@@ -153,8 +157,7 @@ class Machine:
             wanted = self.hierarchy.want(run, LAYOUT, self.block_bytes, force=late)
             self.kick()
             if wanted.moves:
-                for flight in [self._flights[i] for i in wanted.moves if i in self._flights]:
-                    yield flight
+                yield from [self._flights[i] for i in wanted.moves if i in self._flights]
             elif not wanted.short or late or wanted.why is not Why.DEMOTING:
                 return
             else:

@@ -5,6 +5,7 @@ through the same reader as a file that a user names.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class ModelSpec:
         that at least one of the batch's tokens uses, taken as independent."""
         if self.active >= self.params:
             return self.weight_bytes
-        touched = 1 - (1 - self.active / self.params) ** max(1.0, batch)
+        touched = 1.0 - math.pow(1 - self.active / self.params, max(1.0, batch))
         return self.weight_bytes * touched
 
 

@@ -1,8 +1,8 @@
 """A serving engine over a simulated node: admission, wake, prefill, decode, save.
 
-With admission a request waits until HBM has room for all running ones. Without it (`naive`) the
-server keeps the KV of every open session in HBM and takes each request that comes: an allocation
-that fails ends the process, with all that it held. That is what "OOM" counts.
+With admission a request waits until HBM has room for all running ones. Without it the server
+keeps the KV of every open session in HBM and takes each request that comes: an allocation that
+fails ends the process, with all that it held. That is what "OOM" counts.
 """
 
 from collections import deque
@@ -47,6 +47,7 @@ class Log:
     recomputed_tokens: int = 0
     lost_requests: int = 0
     ooms: int = 0
+    held_at_oom: list[int] = field(default_factory=list)
     chosen_recompute: int = 0
     uncached: int = 0
 
@@ -67,6 +68,10 @@ class Gate:
         self._queue.append((need, turn))
         self._next()
         yield turn
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._queue)
 
     def leave(self, need: int) -> None:
         """The counterpart of `enter`."""
@@ -91,9 +96,7 @@ class Gate:
 class Server:
     """The engine of one node."""
 
-    def __init__(
-        self, clock: Clock, setup: Setup, *, naive: bool = False, choose: bool = True
-    ) -> None:
+    def __init__(self, clock: Clock, setup: Setup, *, choose: bool = True) -> None:
         """`choose`: recompute where loading would take longer."""
         gpu = setup.profile.gpu
         rates = Rates(setup.model, gpu.count * gpu.flops, gpu.count * gpu.hbm_bytes_per_s,
@@ -102,7 +105,7 @@ class Server:
         self.setup = setup
         self.log = Log()
         self.gpu = Gpu(clock, rates)
-        self._naive = naive
+        self._naive = not setup.admission
         self._choose = choose
         self._up_s = 0.0
         self._start()
@@ -114,6 +117,11 @@ class Server:
         self._gate = Gate(self.clock, 1 if self._naive else self.machine.pool_blocks)
         self._kept: dict[SessionId, int] = {}  # leases of open sessions, where nothing may leave
         self._running: set[SessionId] = set()  # whose blocks are in HBM, whole
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for room in HBM."""
+        return len(self._gate)
 
     def serve(self, ask: Ask) -> Process:
         """Answer a request; however often the server has to start again for it."""
@@ -225,9 +233,7 @@ class Server:
 
     def _slower(self, load_s: float, tokens: int, ask: Ask) -> bool:
         """Whether loading takes longer than computing these tokens again."""
-        compute_s = self.gpu.backlog_s() + self.gpu.rates.prefill_s(
-            tokens, max(0, ask.known_tokens - tokens)
-        )
+        compute_s = self.gpu.prefill_ends_s(tokens, max(0, ask.known_tokens - tokens))
         slower = self._choose and load_s > compute_s
         self._count("chosen_recompute", slower)
         return slower
@@ -255,6 +261,7 @@ class Server:
     def _crash(self) -> None:
         """Out of memory: everything is lost, and the server starts again."""
         self._count("ooms", 1)
+        self.log.held_at_oom.append(len(self._running | self._kept.keys()))
         self._up_s = self.clock.now + self.setup.profile.gpu.restart_s
         gate = self._gate
         self._start()

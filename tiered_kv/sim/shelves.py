@@ -124,7 +124,5 @@ class Archive:
             shelf.used_bytes -= n * size
             if index + 1 < len(self.shelves):  # to the next shelf, past the node
                 lane, legs = self._machine.beside(self.shelves[index + 1].name, shelf.name)
-                self._machine.traffic.submit(
-                    lane, legs, n * size, ARCHIVE_PRIORITY, lambda: None
-                )
+                self._machine.traffic.submit(lane, legs, n * size, ARCHIVE_PRIORITY, lambda: None)
                 self._put(index + 1, cold, n)

@@ -192,9 +192,14 @@ class HostTier:
         finally:
             with suppress(StaleHandle, Unreachable):  # it ends by itself, and the copy is done
                 self._link.call("release", lease.id, timeout_s=self._timeout_s)
+        bad: list[BlockKey] = []
         for i, (block, outcome) in enumerate(zip(found, outcomes, strict=True)):
             if isinstance(outcome, Done):
                 outcomes[i] = Done(block.checksum, source=fetched.found[i])
+            elif outcome.why is Why.CORRUPT:
+                bad.append(block.key)
+        if bad:  # only a sample is compared: the next reader might not notice
+            self._call("distrust", bad)
         return outcomes, fetched.why, "host"
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
