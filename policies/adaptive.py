@@ -48,7 +48,7 @@ REFRESHES = 4.0
 """Refreshes of the tables for each capacity of accesses, and"""
 REFRESH_REQUESTS = 32
 """requests between two refreshes at least."""
-REORDERS = 16.0
+REORDERS = 64.0
 """How often for each capacity of accesses the order follows the ages."""
 MISJUDGED = 1.5
 """The capacity is taken anew when the tier proves larger or smaller than so many times."""

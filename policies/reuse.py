@@ -24,6 +24,8 @@ FINEST = 64
 BUCKETS = 64
 PRIOR = 20.0
 """Requests that the mean over all classes weighs in a class of its own; 5 to 50 are alike."""
+SMOOTHINGS = 2
+"""Passes of a (1, 2, 1) / 4 filter along the ages: single buckets of small classes are noise."""
 CERTAIN = 0.98
 """No bucket is believed to hold more returns than this, however few blocks it has seen."""
 
@@ -91,7 +93,8 @@ class ReuseTable:
         used, lost = np.array(self.used), np.array(self.lost)
         exposed = (used + lost + waiting)[:, ::-1].cumsum(axis=1)[:, ::-1][:, :n]
         mean = used.sum(axis=0)[:n] / (exposed.sum(axis=0) + 1.0)
-        hazard = np.minimum(CERTAIN, (used[:, :n] + PRIOR * mean) / (exposed + PRIOR))
+        returns, chances = _smooth(used[:, :n]), _smooth(exposed)
+        hazard = np.minimum(CERTAIN, (returns + PRIOR * mean) / (chances + PRIOR))
         known = exposed[:, 0] > 0
         self._index(hazard, known, ages.widths[:n])
         self._judge(hazard)
@@ -119,3 +122,10 @@ class ReuseTable:
         surprise = np.repeat(gone[:, -1:], BUCKETS, axis=1)
         surprise[:, : hazard.shape[1]] = before + np.log(np.maximum(hazard, 1e-6))
         self._surprise = surprise.tolist()
+
+
+def _smooth(rows: Floats) -> Floats:
+    for _ in range(SMOOTHINGS):
+        wide = np.pad(rows, ((0, 0), (1, 1)), mode="edge")
+        rows = (wide[:, :-2] + 2 * wide[:, 1:-1] + wide[:, 2:]) / 4
+    return rows

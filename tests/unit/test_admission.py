@@ -4,11 +4,14 @@ import hashlib
 from collections.abc import Iterable
 
 import pytest
+from cluster_kit import Engine
+from service_kit import LONG_S, service, until
 
 from tiered_kv.config import Config, Nvme
 from tiered_kv.errors import BadConfig, UnknownName
 from tiered_kv.hierarchy import Hierarchy, TierSpec, check
 from tiered_kv.policies.admission import ADMISSION, SecondUse, admission
+from tiered_kv.policies.lru_tail_optimised import TailOptimisedLRU
 from tiered_kv.sim.two_tier import TwoTier
 from tiered_kv.sim.workload import generate
 from tiered_kv.testing.policies import block_keys
@@ -191,3 +194,32 @@ def test_ratios_of_an_empty_replay_are_zero() -> None:
     counts = TwoTier(8, 8).replay([[]])
     assert (counts.requests, counts.hit_ratio, counts.writes_per_access) == (1, 0.0, 0.0)
     assert counts.dram_hit_ratio == 0.0
+
+
+def blocks_of(one, medium: Medium) -> int:
+    tiers = one.to_host.call("status", timeout_s=LONG_S)["tiers"]
+    return next(tier["blocks"] for tier in tiers if tier["medium"] == medium)
+
+
+@pytest.mark.parametrize("policy", sorted(ADMISSION))
+def test_a_node_writes_what_its_admission_says_with_nobody_asking(policy: str) -> None:
+    with service(gpu=False, nvme={"admission": policy}) as one:
+        engine = Engine(one.to_host)
+        engine.attach()
+        engine.save("a", 6)
+        if policy == "write_behind":
+            until(lambda: blocks_of(one, NVME) == 6, "all are written")
+            assert blocks_of(one, DRAM) == 6
+        else:
+            engine.save("b", 6)
+            assert blocks_of(one, NVME) == 0
+        for i in range(6):  # 36 blocks more, where DRAM has room for 32
+            engine.save(f"more{i}", 6)
+        assert engine.wake("more5").blocks == 6
+        engine.close()
+
+
+def test_a_node_that_frees_the_ends_of_runs_first_says_at_what_price() -> None:
+    with service(gpu=False, dram={"policy": "lru_tail_optimised"}) as one:
+        notes = one.to_host.call("status", timeout_s=LONG_S)["notes"]
+        assert TailOptimisedLRU.price in notes

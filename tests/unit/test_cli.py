@@ -23,7 +23,7 @@ from cli_kit import (
 )
 
 from tiered_kv import machine
-from tiered_kv.bench import churn, hierarchy, io
+from tiered_kv.bench import churn, hierarchy, io, load_or_recompute
 from tiered_kv.bench.report import Result
 from tiered_kv.cli import checks, checks_disk, tables
 from tiered_kv.cli import demo as demo_command
@@ -361,8 +361,8 @@ def test_bench_io_prints_one_document_and_removes_its_files(tmp_path: Path) -> N
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """With what each benchmark was run; none is."""
     calls: dict[str, dict[str, Any]] = {}
-    for module in (io, hierarchy, churn):
-        name = module.__name__.rpartition(".")[2]
+    for module in (io, hierarchy, churn, load_or_recompute):
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
 
         def run(name: str = name, **options: Any) -> list[Result]:
             calls[name] = {**options, "dram": load().dram.bytes}
@@ -395,7 +395,9 @@ def test_all_benchmarks_leave_a_file_each(
     ended = call("bench", "--out", str(tmp_path / "results"))
     assert ended.code == 0
     files = sorted((tmp_path / "results").iterdir())
-    assert [file.name for file in files] == ["churn.json", "hierarchy.json", "io.json"]
+    assert [file.name for file in files] == [
+        "churn.json", "hierarchy.json", "io.json", "load-or-recompute.json",
+    ]  # fmt: skip
     for file in files:
         (result,) = json.loads(file.read_text())["results"]
         assert result["name"] == f"{file.stem}/it"

@@ -1,12 +1,31 @@
 """Load or recompute: the published break-even points, and never slower than recomputing."""
 
-import random
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_kv.bench.load_or_recompute import (
+    A800_FLOPS as A800,
+)
+from tiered_kv.bench.load_or_recompute import (
+    BLOCK,
+    GQA,
+    LATE,
+    LAYERS,
+    SAVED,
+    SCALAR_BYTES,
+    TOKEN_BYTES,
+    D,
+    percentile,
+    prefill_of,
+    run,
+    stream,
+)
+from tiered_kv.bench.load_or_recompute import (
+    H800_FLOPS as H800,
+)
 from tiered_kv.errors import BadInput
 from tiered_kv.policies.load_or_recompute import (
     Decision,
@@ -19,14 +38,7 @@ from tiered_kv.policies.load_or_recompute import (
     modelled_s,
 )
 
-# A 70B model with grouped queries: 80 layers, hidden size 8192, 8 queries a KV head, BF16.
-LAYERS, D, GQA, BYTES = 80, 8192, 8, 2
-TOKEN_BYTES = 2 * LAYERS * D // GQA * BYTES  # keys and values: 327,680
-# Dense BF16 operations a second from the data sheets, of 8 GPUs at their peak as in the paper.
-A800 = 8 * 312e12
-H800 = 8 * 989.5e12
-BLOCK_TOKENS = 512
-BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+BLOCK_TOKENS, BLOCK_BYTES = BLOCK.block_tokens, BLOCK.block_bytes
 
 links = st.builds(
     Link,
@@ -45,10 +57,6 @@ hits = st.builds(
 )
 
 
-def prefill_of(flops: float) -> Prefill:
-    return Prefill.of_model(layers=LAYERS, d=D, a=4, b=22, flops=flops)
-
-
 @pytest.mark.parametrize(("flops", "published"), [(A800, 5.9), (H800, 18.6)])
 def test_the_break_even_points_of_a_70b_model_are_the_published_ones(
     flops: float, published: float
@@ -59,7 +67,7 @@ def test_the_break_even_points_of_a_70b_model_are_the_published_ones(
     2 layers p d s / gqa bytes to load; layers and one p cancel.
     """
     p = 8192
-    closed = flops * 2 * D * BYTES / (GQA * (4 * p * D + 22 * D * D))
+    closed = flops * 2 * D * SCALAR_BYTES / (GQA * (4 * p * D + 22 * D * D))
     assert closed / 1e9 == pytest.approx(published, abs=0.05)
     ours = break_even_bytes_per_s(prefill_of(flops), p, TOKEN_BYTES)
     assert ours == pytest.approx(closed)
@@ -146,46 +154,21 @@ def test_measures_that_cannot_be_are_refused_with_the_value(make, named: str) ->
 # -- whole streams of requests ------------------------------------------------------------------
 
 
-def stream(link_bytes_per_s: float, prefill: Prefill, believed: Meter, layers: int, n: int):
-    """(TTFT, TTFT when all is recomputed) of requests that share one tier, first come first
-    served, at half of its capacity. The policy believes its meter, the tier does what it does."""
-    rng = random.Random(4)
-    now = busy_until = 0.0
-    for _ in range(n):
-        blocks = rng.randrange(8, 33)
-        new = rng.randrange(1, blocks * BLOCK_TOKENS // 4)  # hits of 80 % and more
-        hit = Hit(blocks, BLOCK_TOKENS, BLOCK_BYTES, new, layers)
-        now += rng.expovariate(link_bytes_per_s / 2 / (20 * BLOCK_BYTES))
-        backlog_s = max(0.0, busy_until - now)
-        made = decide(hit, believed.link(backlog_s * believed.bytes_per_s), prefill)
-        really = Link(link_bytes_per_s, 0.0, backlog_s * link_bytes_per_s)
-        took = modelled_s(made.load, hit, really, prefill)
-        if made.load:
-            copied = made.load * BLOCK_BYTES
-            busy_until = max(now, busy_until) + copied / link_bytes_per_s
-            believed.note(copied, copied / link_bytes_per_s)
-        yield took, made.recompute_all_s
-
-
-def percentile(values: list[float], percent: int) -> float:
-    return sorted(values)[len(values) * percent // 100]
-
-
 @pytest.mark.parametrize("layers", [1, LAYERS])
 def test_a_tier_throttled_below_break_even_costs_at_most_two_percent(layers: int) -> None:
     prefill = prefill_of(H800)
     slow = break_even_bytes_per_s(prefill, 8192, TOKEN_BYTES) / 3
     # It has just become slow: the meter still believes in what the self-test had measured.
-    pairs = list(stream(slow, prefill, Meter(64e9), layers, 3_000))
+    pairs = list(stream(slow, prefill, Meter(64e9), layers))
     ours, recompute = [p[0] for p in pairs], [p[1] for p in pairs]
-    assert percentile(ours, 99) <= 1.02 * percentile(recompute, 99)
-    assert percentile([a / b for a, b in pairs], 99) <= 1.02
+    assert percentile(ours, 99) <= LATE * percentile(recompute, 99)
+    assert percentile([a / b for a, b in pairs], 99) <= LATE
     assert sum(ours) <= 1.001 * sum(recompute)  # what it took to find out
 
 
 @pytest.mark.parametrize(
     ("flops", "layers", "at_least"),
-    [(H800, LAYERS, 0.65), (H800 / 2, 1, 0.56), (A800, 1, 0.56), (H800, 1, 0.5)],
+    [(H800, LAYERS, 0.65), (H800 / 2, 1, SAVED), (A800, 1, SAVED), (H800, 1, 0.5)],
 )
 def test_a_healthy_tier_halves_the_time_to_the_first_token_and_more(
     flops: float, layers: int, at_least: float
@@ -195,7 +178,7 @@ def test_a_healthy_tier_halves_the_time_to_the_first_token_and_more(
     56 % less at least, with layers that overlap, or without at the half of their peak that GPUs
     reach; the last row is what remains without overlap on GPUs that compute at their very peak.
     """
-    pairs = list(stream(64e9, prefill_of(flops), Meter(64e9), layers, 3_000))
+    pairs = list(stream(64e9, prefill_of(flops), Meter(64e9), layers))
     saved = 1 - sum(a for a, _ in pairs) / sum(b for _, b in pairs)
     assert saved >= at_least
     assert all(a <= b * (1 + 1e-9) for a, b in pairs)
@@ -214,3 +197,17 @@ def test_a_meter_follows_a_tier_that_slows_down_and_recovers() -> None:
     meter.note(1, 0.0)
     assert meter.bytes_per_s == rates[-1]
     assert meter.link(5.0) == Link(rates[-1], 0.001, 5.0)
+
+
+def test_the_benchmark_says_what_is_promised_and_whether_it_holds() -> None:
+    steps: list[tuple[str, int, int]] = []
+    results = {
+        r.name.removeprefix("load-or-recompute/"): r for r in run(lambda *s: steps.append(s))
+    }
+    assert results["8xA800/whole/break-even"].value == pytest.approx(5.9, abs=0.05)
+    assert results["8xH800/layers/break-even"].value == pytest.approx(18.6, abs=0.05)
+    assert all(r.holds for name, r in results.items() if name.endswith("throttled/p99"))
+    # Without overlap, GPUs at their very peak leave less to be saved than is promised.
+    missed = [name for name, r in results.items() if r.holds is False]
+    assert missed == ["8xH800/whole/healthy/mean"]
+    assert [step[1:] for step in steps] == [(i, 4) for i in range(4)]

@@ -418,6 +418,24 @@ def test_blocks_whose_session_could_not_be_written_are_not_called_durable(host):
     assert host.engine.save("a", 3, durable=True).durable == 3
 
 
+def test_a_durable_save_says_in_time_what_was_written_when_the_index_hangs(host):
+    parts, gate = host.host.node.parts, threading.Event()
+    put = parts.put_sessions
+
+    def hang(rows):
+        assert gate.wait(LONG_S)
+        put(rows)
+
+    host.host.node.config = replace(
+        host.config, service=replace(host.config.service, store_deadline_s=0.3)
+    )
+    parts.put_sessions = hang
+    began = time.monotonic()
+    assert host.engine.save("a", 3, durable=True).durable == 0
+    assert time.monotonic() - began < LONG_S / 3
+    gate.set()
+
+
 def test_without_nvme_nothing_is_durable_and_everything_else_works():
     with service(gpu=False, nvme={"bytes": 0}) as one:
         engine = Engine(one.to_host)

@@ -100,6 +100,17 @@ def churn(options: Options, minutes: float, ray: bool, json_to: str | None) -> N
         _report(lambda s: run(minutes=minutes, connect=connect, progress=s.step), json_to)
 
 
+@bench.command("load-or-recompute")
+@json_target
+@common
+def load_or_recompute(options: Options, json_to: str | None) -> None:
+    """Modelled times to the first token when a tier is healthy, and when it is not worth it."""
+    from tiered_kv.bench.load_or_recompute import run
+
+    with options.exported():
+        _report(lambda screen: run(progress=screen.step), json_to)
+
+
 def _report(measure: Measure, json_to: str | None, *folders: Path) -> None:
     """Measure, print the table, write the JSON with facts about this machine."""
     from tiered_kv.bench.report import document, table

@@ -6,7 +6,7 @@ from typing import TextIO
 
 import click
 
-from tiered_kv.cli.options import STDOUT, debuggable
+from tiered_kv.cli.options import STDOUT, Options, common
 from tiered_kv.cli.output import Screen
 
 KINDS = ("chat", "agent", "rag", "mix")
@@ -30,14 +30,16 @@ EVERY = 1_000  # requests between two steps of the bar
     help="Sessions that begin in a second [default: as in the trace of the kind].",
 )
 @click.option("--out", required=True, metavar="FILE", help="Where to write; - is stdout.")
-@debuggable
-def workload(kind: str, sessions: int, seed: int, rate: float | None, out: str) -> None:
+@common
+def workload(
+    options: Options, kind: str, sessions: int, seed: int, rate: float | None, out: str
+) -> None:
     """Write a synthetic trace in the format of Mooncake.
 
     One JSON object a line: timestamp (ms), input_length, output_length, and hash_ids, one for each
     block of 512 tokens; equal ids mean an equal whole prefix. Shapes follow public traces.
     """
-    with Screen(out) as screen:
+    with Screen(out) as screen, options.exported():
         if out == STDOUT:
             line = _write(sys.stdout, kind, sessions, seed, rate, screen)
         else:

@@ -130,8 +130,8 @@ class TierSpec:
 class TierState:
     """Slots and order of one tier."""
 
-    __slots__ = ("admission", "bit", "index", "leaving", "lower", "online", "policy", "reserved", "shared",
-                 "slots", "spec", "wanted")  # fmt: skip
+    __slots__ = ("admission", "bit", "index", "leaving", "lower", "online", "policy", "reserved",
+                 "shared", "slots", "spec", "wanted")  # fmt: skip
 
     def __init__(self, index: int, spec: TierSpec) -> None:
         self.index = index

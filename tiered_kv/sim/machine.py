@@ -48,6 +48,10 @@ class Setup:
     policy: str = "lru"
     admission: bool = True
 
+    def __post_init__(self) -> None:
+        if type(self.block_tokens) is not int or self.block_tokens < 1:
+            raise BadInput(f"block_tokens = {self.block_tokens!r} must be a positive whole number")
+
     @property
     def block_bytes(self) -> int:
         """Bytes of a block over all GPUs."""

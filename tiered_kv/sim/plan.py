@@ -21,6 +21,8 @@ MONTHS = 36
 DAY_S, YEAR_S = 86_400.0, 365 * 86_400.0
 SATURATED = 0.85
 """A device that is busy for this share of the time binds, when requests wait."""
+QUEUE = 0.01
+"""Requests wait, when on average this share of the sessions does."""
 
 Progress = Callable[[str, int, int], None]
 Requests = Callable[[], Iterable[Request]]
@@ -203,7 +205,7 @@ def binds(one: Configuration, outcome: Outcome) -> str:
     full = outcome.held < 0.98 * outcome.sessions
     if full and not one.shelves:
         return f"capacity of {('HBM', *one.tiers)[-1].upper()}"
-    if outcome.queued_mean < 1:
+    if outcome.queued_mean < max(1.0, QUEUE * outcome.sessions):
         return "nothing: the demand is met"
     busy = {name: share for name, share in outcome.busy.items() if name != "gpu"}
     name = max(busy, key=lambda n: busy[n], default="")

@@ -87,7 +87,7 @@ def results(found: Sequence[Row]) -> list[Result]:
                            holds=row.ooms == 0 if tiered else None))  # fmt: skip
         made.append(compared(f"{name}/tokens", row.tokens_per_s, "1/s", "published",
                              published.tokens_per_s))  # fmt: skip
-        if published.wake_ms is not None:
+        if published.wake_ms is not None and row.outcome.wakes:
             made.append(compared(f"{name}/wake/p50", 1e3 * row.wake_p50_s, "ms", "published",
                                  published.wake_ms))  # fmt: skip
         if published.saved is not None and base is not None:

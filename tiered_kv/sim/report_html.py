@@ -10,7 +10,8 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 70, 34
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd}
+table{border-collapse:collapse;margin:1rem 0}
+td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd}
 td{text-align:right}td:first-child,td:last-child,th{text-align:left}.best{background:#e8f5e9}
 svg{max-width:100%;height:auto;font:12px system-ui,sans-serif}figure{margin:1.5rem 0}
 """
@@ -143,7 +144,8 @@ def _table(rows: Sequence[Row], best: Row | None) -> str:
 
 
 HEADINGS = ("configuration", "held", "OOMs", "tokens/s", "wake p50 / p99", "TTFT p50 / p99",
-            "NVMe TB/day", "drive years", "$/month", "$/session", "misses", "what binds")  # fmt: skip
+            "NVMe TB/day", "drive years", "$/month", "$/session", "misses",
+            "what binds")  # fmt: skip
 
 
 def cells(row: Row) -> list[str]:
