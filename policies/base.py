@@ -5,7 +5,7 @@ it what arrived, was used and left, and asks who should leave next. Which of its
 leave (leases, moves, prefix closure) is not its business; it is asked through `evictable`.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar, Protocol
 
 from tiered_kv.types import BlockKey
@@ -48,3 +48,15 @@ class EvictionPolicy(Protocol):
     def check(self, resident: Collection[BlockKey]) -> None:
         """Raise `AssertionError` unless exactly the resident blocks are ordered here."""
         ...
+
+
+def pick(order: Iterable[BlockKey], n: int, evictable: Evictable) -> list[BlockKey]:
+    """The first `n` of the order that can leave; asks no further."""
+    found: list[BlockKey] = []
+    if n > 0:
+        for key in order:
+            if evictable(key):
+                found.append(key)
+                if len(found) == n:
+                    break
+    return found

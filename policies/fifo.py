@@ -1,6 +1,6 @@
 """First in, first out: the baseline that ignores use.
 
-A run is inserted tail first like everywhere here, so that its end leaves before its beginning.
+Order of arrival is that of the prefix: unlike everywhere else here, a run's head leaves first.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class FIFO(LRU):
     name: ClassVar[str] = "fifo"
 
     def admit(self, new: Sequence[BlockKey], before: Sequence[BlockKey]) -> None:
-        for key in reversed(new):
+        for key in new:
             self._order[key] = None
 
     def use(self, run: Sequence[BlockKey]) -> None:

@@ -6,6 +6,7 @@ so the node gets one that is nobody else's, and whoever blocks elsewhere cannot 
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -17,8 +18,8 @@ from tiered_kv.types import Reservation
 from tiered_kv.wire import Fetched
 
 VERBS = frozenset(
-    name for name, value in vars(Node).items() if asyncio.iscoroutinefunction(value)
-    and not name.startswith("_")
+    name for name, _ in inspect.getmembers(Node, asyncio.iscoroutinefunction)
+    if not name.startswith("_")
 )  # fmt: skip
 """What may be called from outside: the public coroutines of `Node`."""
 

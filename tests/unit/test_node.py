@@ -990,7 +990,7 @@ def leftovers(shm):
 
 @pytest.mark.parametrize("step", ["adopt", "probe", "mover"])
 def test_a_start_that_fails_leaves_no_lock_no_arena_and_no_proof_of_life(step, monkeypatch):
-    from tiered_kv import node as node_module
+    from tiered_kv import works
     from tiered_kv.parts import Parts
     from tiered_kv.tiers.nvme import NvmeTier
 
@@ -1000,7 +1000,7 @@ def test_a_start_that_fails_leaves_no_lock_no_arena_and_no_proof_of_life(step, m
             broken = {
                 "adopt": (Parts, "leftovers"),
                 "probe": (NvmeTier, "probe"),
-                "mover": (node_module, "Mover"),
+                "mover": (works, "Mover"),
             }[step]
             patch.setattr(*broken, lambda *_: fail(TierBroken("at start")))
             with pytest.raises(TierBroken, match="at start"):
@@ -1015,12 +1015,12 @@ def test_a_start_that_fails_leaves_no_lock_no_arena_and_no_proof_of_life(step, m
 
 
 def test_a_gpu_that_cannot_start_leaves_nothing_and_its_host_goes_on(monkeypatch):
-    from tiered_kv import node as node_module
+    from tiered_kv import works
 
     with service(gpu=False) as one:
         before = leftovers(one.config.shm_folder)
         with monkeypatch.context() as patch:
-            patch.setattr(node_module, "Mover", lambda *_: fail(MemoryError("no")))
+            patch.setattr(works, "Mover", lambda *_: fail(MemoryError("no")))
             with pytest.raises(MemoryError):
                 Runner(lambda: assemble.gpu(one.config, one.to_host))
         assert leftovers(one.config.shm_folder) == before
@@ -1102,6 +1102,32 @@ def test_calls_under_way_end_when_the_node_is_stopped():
             thread.join()
         one.engine.close()
         one.host.stop()
+
+
+def test_a_call_that_would_wait_for_ever_ends_with_the_node():
+    with service(gpu=False) as one:
+        engine = Engine(one.to_host)
+        engine.attach()
+
+        async def for_ever(*_):
+            await asyncio.Event().wait()
+
+        one.host.node.keeper.erased = for_ever
+        ended = []
+
+        def reserve():
+            with pytest.raises(Unreachable, match="has been stopped"):
+                call(one.to_host, "reserve", FP, chain("r", 1), engine.owner)
+            ended.append(1)
+
+        thread = threading.Thread(target=reserve)
+        thread.start()
+        until(lambda: "reserve" in one.to_host.verbs, "it waits")
+        time.sleep(0.05)
+        one.host.stop()
+        thread.join(LONG_S)
+        assert ended == [1]
+        engine.close()
 
 
 def test_a_node_whose_disk_cannot_be_synced_still_stops_and_gives_everything_back(monkeypatch):

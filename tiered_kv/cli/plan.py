@@ -70,7 +70,9 @@ if TYPE_CHECKING:
 @click.option("--target-sessions", type=int, help="Sessions to hold [default: all].")
 @click.option("--target-wake", type=float, metavar="SECONDS", help="99th percentile.")
 @click.option("--target-ttft", type=float, metavar="SECONDS", help="99th percentile.")
-@click.option("--block-tokens", default=512, show_default=True, type=int)
+@click.option(
+    "--block-tokens", type=int, help="[default: 512; with --reference 256, as in the service]"
+)
 @click.option(
     "--warm",
     "warm_s",
@@ -108,7 +110,8 @@ def _reference(screen: Screen, json_to: str | None, given: dict[str, Any]) -> No
     from tiered_kv.sim import reference
 
     found = reference.rows(
-        block_tokens=given["block_tokens"], warm_s=given["warm_s"], window_s=given["window_s"],
+        block_tokens=_or(given["block_tokens"], 256), warm_s=given["warm_s"],
+        window_s=given["window_s"],
         seed=given["seed"], progress=screen.step,
     )  # fmt: skip
     _show(screen, found)
@@ -129,7 +132,7 @@ def _plan(screen: Screen, json_to: str | None, given: dict[str, Any]) -> None:
     found = planning.plan(
         profile, model, work, targets,
         configurations=_configurations(given["tiers"]), nodes=_counts(given["nodes"]),
-        block_tokens=given["block_tokens"], seed=given["seed"], warm_s=given["warm_s"],
+        block_tokens=_or(given["block_tokens"], 512), seed=given["seed"], warm_s=given["warm_s"],
         window_s=given["window_s"], progress=screen.step,
     )  # fmt: skip
     for note in model.notes:
@@ -207,6 +210,10 @@ def _configurations(names: str | None) -> "Sequence[Configuration]":
         if name not in known:
             raise UnknownName(f"configuration {name!r} is not one of {', '.join(known)}")
     return [known[name] for name in wanted]
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def _counts(text: str) -> list[int]:

@@ -45,7 +45,7 @@ IDLE_WAKE_MS = {Medium.DRAM: 41.8, Medium.NVME: 95.7}
 
 
 def rows(
-    *, sessions: int = 1024, block_tokens: int = 512, warm_s: float | None = None,
+    *, sessions: int = 1024, block_tokens: int = 256, warm_s: float | None = None,
     window_s: float | None = None, seed: int = 1, names: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:  # fmt: skip
