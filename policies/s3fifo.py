@@ -21,7 +21,7 @@ MOST_USES = 3
 
 
 class S3FIFO:
-    """Three queues, oldest first, each run tail first."""
+    """Three queues, oldest first, in the order of arrival: a run from its head on."""
 
     name: ClassVar[str] = "s3fifo"
 
@@ -34,7 +34,7 @@ class S3FIFO:
         self._passed: dict[BlockKey, None] = {}  # got another round in the last answer
 
     def admit(self, new: Sequence[BlockKey], before: Sequence[BlockKey]) -> None:
-        for key in reversed(new):
+        for key in new:
             if key in self._gone:
                 del self._gone[key]
                 self._main[key] = 0
@@ -75,7 +75,8 @@ class S3FIFO:
     def _walk(self) -> Iterator[BlockKey]:
         """What the queues would let go of, in turn. Who gets another round is noted, and moved
         when somebody really leaves."""
-        small, main, limit = iter(self._small.items()), iter(self._main.items()), SMALL * self._capacity
+        small, main = iter(self._small.items()), iter(self._main.items())
+        limit = SMALL * self._capacity
         in_small, in_main = len(self._small), len(self._main)
         again: deque[tuple[BlockKey, int]] = deque()  # behind all others in the main queue
         while in_small or in_main or again:

@@ -255,7 +255,7 @@ class Server:
                 kept = machine.hierarchy.lease(ask.after, LEASE_S, self.clock.now)
                 self._kept[sid] = kept.id
             machine.hierarchy.forget(superseded)
-            self.archive.used(sid, len(ask.after) - ask.tail)
+            self.archive.used(sid, len(ask.after))
         machine.kick()
 
     def _crash(self) -> None:

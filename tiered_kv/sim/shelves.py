@@ -8,6 +8,7 @@ again is read straight into HBM. The coldest leave a full shelf for the next one
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from tiered_kv.sessions import Session
 from tiered_kv.sim.machine import Machine
 from tiered_kv.sim.profiles import StorePart
 from tiered_kv.types import Medium, SessionId
@@ -40,17 +41,24 @@ class Archive:
         self._only_here: OrderedDict[SessionId, int] = OrderedDict()  # blocks that no shelf has
         self._only_blocks = 0
         self._busy: set[SessionId] = set()
-        self.restored: int = 0
+        self._tails: set[SessionId] = set()  # whose last block on a shelf is incomplete
         if self.shelves:
             lowest = machine.hierarchy.book.tiers[-1].spec
             self._limit = AHEAD * lowest.low * lowest.capacity_bytes / machine.block_bytes
             machine.clock.every(EVERY_S, self._tidy)
 
     def used(self, sid: SessionId, blocks: int) -> None:
-        """A session of so many complete blocks was used just now."""
+        """A session of so many blocks was used just now: an incomplete last one that lies on a
+        shelf is worth nothing any more."""
         if not self.shelves:
             return
         self._forget_debt(sid)
+        if sid in self._tails:
+            self._tails.discard(sid)
+            for shelf in self.shelves:
+                if sid in shelf.blocks:
+                    shelf.blocks[sid] -= 1
+                    shelf.used_bytes -= self._machine.block_bytes
         missing = blocks - self.held(sid)
         if missing > 0:
             self._only_here[sid] = missing
@@ -70,6 +78,7 @@ class Archive:
     def close(self, sid: SessionId) -> None:
         """A session has ended."""
         self._forget_debt(sid)
+        self._tails.discard(sid)
         for shelf in self.shelves:
             shelf.used_bytes -= shelf.blocks.pop(sid, 0) * self._machine.block_bytes
 
@@ -83,19 +92,24 @@ class Archive:
 
     def _tidy(self) -> None:
         excess = self._only_blocks - self._limit
-        for sid, blocks in list(self._only_here.items()):
+        lost = []
+        for sid, blocks in self._only_here.items():
             if excess <= 0 or len(self._busy) >= CONCURRENT:
-                return
+                break
             session = self._machine.table.find(sid)
-            if session is None or sid in self._busy or not self._machine.holds(session.run):
+            if sid in self._busy:
+                continue
+            if session is None or not self._machine.holds(session.run):
+                lost.append(sid)
                 continue
             excess -= blocks
             self._busy.add(sid)
-            self._write(sid, blocks, len(session.run))
+            self._write(session, blocks)
+        for sid in lost:
+            self._forget_debt(sid)
 
-    def _write(self, sid: SessionId, blocks: int, whole: int) -> None:
-        machine = self._machine
-        session = machine.table.get(sid)
+    def _write(self, session: Session, blocks: int) -> None:
+        machine, sid = self._machine, session.id
         media = machine.below(session.run) or {Medium.HBM: 1}
         source = max(media, key=lambda medium: media[medium])  # where most of it lies
         name = self.shelves[0].name
@@ -107,8 +121,14 @@ class Archive:
         def written() -> None:
             self._busy.discard(sid)
             now = machine.table.find(sid)
-            if now is not None:
-                self._put(0, sid, whole)
+            if now is None:
+                return
+            same = now.run == session.run
+            self._put(0, sid, len(session.run) - (session.tail and not same))
+            if same:
+                self._forget_debt(sid)
+                self._tails |= {sid} if session.tail else set()
+            else:
                 self.used(sid, len(now.run))
 
         nbytes = blocks * machine.block_bytes

@@ -14,7 +14,8 @@ from tiered_kv.sim.serving import Server
 from tiered_kv.sim.workload_sessions import Request
 from tiered_kv.types import BlockKey, Located, Medium
 
-SAMPLE_S = 5.0
+SAMPLE_S, SAMPLES = 5.0, 600
+"""Every so many seconds, and at most so many times."""
 
 
 class Sample(NamedTuple):
@@ -85,7 +86,7 @@ def simulate(
         used |= dict(server.archive.used_bytes())
         samples.append(Sample(clock.now, held, server.queued, used))
 
-    clock.every(SAMPLE_S, sample)
+    clock.every(max(SAMPLE_S, (warm_s + window_s) / SAMPLES), sample)
     clock.run(warm_s)
     log, traffic = server.log, server.machine.traffic
     server.log.since_s = warm_s
