@@ -54,11 +54,6 @@ def reserve(engine: Engine, name: str, blocks: str) -> Any:
     return held
 
 
-def lease(engine: Engine, name: str) -> None:
-    """Wake and keep the lease for ever, as far as this process is concerned; how many blocks."""
-    say(len(engine.call("wake", name, LAYOUT.fingerprint, 3600.0).lease.keys))
-
-
 def slow_save(engine: Engine, name: str, blocks: str) -> None:
     """Fill half of each slot, wait for `go`, fill the other halves, commit; how many blocks."""
     held = reserve(engine, name, blocks)
@@ -100,7 +95,6 @@ COMMANDS = {
     "save": save,
     "wake": wake,
     "reserve": reserve,
-    "lease": lease,
     "slow-save": slow_save,
     "slow-wake": slow_wake,
 }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiered_kv.cli.options import debuggable, json_target
+from tiered_kv.cli.options import Options, common, json_target
 from tiered_kv.cli.output import Screen, emit, rows, table
 
 if TYPE_CHECKING:
@@ -86,12 +86,14 @@ if TYPE_CHECKING:
 @click.option("--reference", is_flag=True, help="Reproduce the published reference table.")
 @click.option("--validate", is_flag=True, help="Compare the simulator with the node here.")
 @json_target
-@debuggable
-def plan(json_to: str | None, reference: bool, validate: bool, **given: Any) -> None:
+@common
+def plan(
+    options: Options, json_to: str | None, reference: bool, validate: bool, **given: Any
+) -> None:
     """Simulate a node with each set of tiers and name the cheapest that meets the targets.
 
     The service's own hierarchy decides; clock, media and GPUs are modelled. Same seed, same
-    result.
+    result. The configuration is that of the node which --validate runs.
     """  # fmt: skip
     if reference and validate:
         raise click.UsageError("give --reference or --validate, not both")
@@ -99,7 +101,9 @@ def plan(json_to: str | None, reference: bool, validate: bool, **given: Any) -> 
         if validate:
             from tiered_kv.sim.validate import run
 
-            _results(screen, run(progress=screen.step), json_to)
+            with options.exported():
+                made = run(progress=screen.step)
+            _results(screen, made, json_to)
         elif reference:
             _reference(screen, json_to, given)
         else:
