@@ -924,3 +924,15 @@ def test_what_moves_between_lower_tiers_is_not_said_to_be_coming() -> None:
     assert wanted.short == 3, "ask again when it has landed"
     carry_out(h, [move])
     assert h.want(run, LAYOUT, SIZE).short == 0
+
+
+def test_a_run_that_goes_down_in_several_moves_leaves_from_its_tail_there_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = two_tiers(dram=8, nvme=8)
+    run = run_of("long", 6)
+    store(h, run)
+    monkeypatch.setattr(flow, "MOVE_BYTES", 2 * next(iter(h.book.blocks.values())).nbytes)
+    persisted(h, run)
+    nvme = h.book.tier(Medium.NVME)
+    assert nvme.policy.victims(6, lambda key: True) == run[::-1]

@@ -372,7 +372,8 @@ class Flow:
                 failed.append((block, outcome))
         if target is not None:
             # demoted blocks lie in the order in which they were to leave, heads last
-            target.policy.admit([block.key for block in arrived], ())
+            before = _ancestors(arrived, target.bit)
+            target.policy.admit([b.key for b in arrived], [b.key for b in before])
         if safe:
             self._leave([b for b in arrived if b in flight.leaving], source, target)
         book.count(f"moved.{move.source}-{move.target}", len(arrived))
@@ -408,6 +409,23 @@ class Flow:
                 book.lose(block, source)
         elif not block.mask:
             book.drop(block)  # it was to come from below, and did not
+
+
+def _ancestors(blocks: list[Block], bit: int) -> list[Block]:
+    """What these blocks descend from in a tier, heads first: a run that arrives in several moves
+    must not leave its head older than its tail."""
+    seen = set(blocks)
+    found: list[Block] = []
+    for block in blocks:
+        chain: list[Block] = []
+        one = block.parent
+        while one is not None and one not in seen:
+            seen.add(one)
+            if one.mask & bit:
+                chain.append(one)
+            one = one.parent
+        found += reversed(chain)
+    return found
 
 
 def _batches(blocks: list[Block]) -> list[list[Block]]:
