@@ -18,6 +18,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import BadInput, TieredKVError, Unreachable
 from tiered_kv.node import Node
 from tiered_kv.raylink import RayLink
+from tiered_kv.runner import Runner
 
 COORDINATOR = "coordinator"
 PING_S = 5.0
@@ -115,9 +116,18 @@ class Shell:
         else:
             self._farewell(runner.node)
             if flush:
-                flushed = runner.submit("flush").result()
+                flushed = self._flush(runner)
         self.life.stop(flush)
         return {"flushed": flushed}
+
+    def _flush(self, runner: Runner) -> int:
+        """Blocks that were written; a medium that fails does not keep the node from ending."""
+        try:
+            flushed: int = runner.submit("flush").result()
+        except TieredKVError as error:
+            print(f"tiered_kv {self.name}: not everything was written: {error}", flush=True)
+            return 0
+        return flushed
 
     def _leave(self) -> None:
         """End this process for good: Ray does not restart an actor that ends itself."""

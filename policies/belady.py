@@ -5,8 +5,8 @@ in a service, which does not, every block is needed never and this is an order o
 """
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 from tiered_kv.policies.base import Evictable, pick
 from tiered_kv.policies.stamps import Stamps
@@ -14,30 +14,36 @@ from tiered_kv.types import BlockKey, Run
 
 NEVER = 1 << 40
 
-Future = Mapping[BlockKey, "array[int]"]
-"""The numbers of the requests that use a block, ascending."""
+
+class Ahead(NamedTuple):
+    """Where a block lies in its prefix, and the numbers of the requests that use it, ascending."""
+
+    depth: int
+    requests: "array[int]"
 
 
-def future_of(runs: Iterable[Run]) -> dict[BlockKey, "array[int]"]:
+def future_of(runs: Iterable[Run]) -> dict[BlockKey, Ahead]:
     """When each block of a trace is used. Eight bytes an access and a few hundred a block."""
-    future: dict[BlockKey, array[int]] = {}
+    future: dict[BlockKey, Ahead] = {}
     for number, run in enumerate(runs):
-        for key in run:
+        for depth, key in enumerate(run):
             if key in future:
-                future[key].append(number)
+                future[key].requests.append(number)
             else:
-                future[key] = array("q", (number,))
+                future[key] = Ahead(depth, array("q", (number,)))
     return future
 
 
 class MIN:
-    """Blocks by their next use, the farthest first, among equals the one touched longest ago:
-    of those that the same request needs, the deepest."""
+    """Blocks by their next use, the farthest first; of those that the same request needs, the
+    deepest."""
 
     name: ClassVar[str] = "min"
 
-    def __init__(self, capacity_blocks: int, future: Future | None = None) -> None:
-        self._future: Future = future or {}
+    def __init__(
+        self, capacity_blocks: int, future: Mapping[BlockKey, Ahead] | None = None
+    ) -> None:
+        self._future = future or {}
         self._done: dict[BlockKey, int] = {}  # how many uses of a block are over
         self._order = Stamps()  # by minus the number of the next request
 
@@ -52,7 +58,7 @@ class MIN:
             self._order.take(key)
 
     def victims(self, n: int, evictable: Evictable) -> list[BlockKey]:
-        return pick(self._order, n, evictable)
+        return pick(self._walk(), n, evictable)
 
     def __len__(self) -> int:
         return len(self._order.of)
@@ -60,9 +66,15 @@ class MIN:
     def check(self, resident: Collection[BlockKey]) -> None:
         assert self._order.of.keys() == set(resident), "the order and the residents differ"
 
+    def _walk(self) -> Iterator[BlockKey]:
+        for stamp, bucket in self._order.buckets():
+            if stamp != -NEVER:
+                bucket.sort(key=lambda key: -self._future[key].depth)
+            yield from bucket
+
     def _touch(self, run: Sequence[BlockKey]) -> None:
         future, done = self._future, self._done
         for key in reversed(run):
             uses = done[key] = done.get(key, 0) + 1
-            when = future.get(key, ())
+            when = future[key].requests if key in future else ()
             self._order.put(key, -(when[uses] if uses < len(when) else NEVER))

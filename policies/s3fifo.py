@@ -1,8 +1,8 @@
 """S3-FIFO: a small queue that sifts, a main queue, a ghost queue (Yang et al., SOSP'23).
 
 New blocks enter the small queue, a tenth of the room; those that were used there twice go on to the
-main queue, the others leave and are remembered. Who returns while remembered enters the main queue at
-once. The main queue gives blocks that were used another round, up to three times.
+main queue, the others leave and are remembered. Who returns while remembered enters the main queue
+at once. The main queue gives blocks that were used another round, up to three times.
 """
 
 from collections import OrderedDict, deque

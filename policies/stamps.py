@@ -37,16 +37,19 @@ class Stamps:
 
     def __iter__(self) -> Iterator[BlockKey]:
         """All blocks in order; a step looks at no more stamps than it must."""
-        heap, buckets = self._heap, self._buckets
+        for _, bucket in self.buckets():
+            yield from bucket
+
+    def buckets(self) -> Iterator[tuple[int, list[BlockKey]]]:
+        """Stamps in order, each with its blocks."""
+        heap = self._heap
         passed: list[int] = []
         try:
             while heap:
-                stamp = heap[0]
-                if stamp not in buckets or stamp in passed[-1:]:
-                    heapq.heappop(heap)
-                    continue
-                passed.append(heapq.heappop(heap))
-                yield from list(buckets[stamp])
+                stamp = heapq.heappop(heap)
+                if stamp in self._buckets and stamp not in passed[-1:]:
+                    passed.append(stamp)
+                    yield stamp, list(self._buckets[stamp])
         finally:
             for stamp in passed:
                 heapq.heappush(heap, stamp)

@@ -936,3 +936,33 @@ def test_a_run_that_goes_down_in_several_moves_leaves_from_its_tail_there_too(
     persisted(h, run)
     nvme = h.book.tier(Medium.NVME)
     assert nvme.policy.victims(6, lambda key: True) == run[::-1]
+
+
+def test_what_the_node_below_refuses_as_an_orphan_is_dropped_and_gets_out_of_the_way() -> None:
+    h = gpu(slots=6)
+    run = run_of("torn", 4)
+    store(h, run)
+    h.persist(run[:2])
+    carry_out(h, h.due(0.0))
+    assert h.forget(run) == run[::-1]
+    parents = [run[1], run[2]]
+    held = h.reserve(run[2:], LAYOUT, SIZE, "engine", parents)  # their head is nowhere any more
+    assert isinstance(held, Reservation)
+    h.commit(held.id)
+    h.persist(run[2:])
+    (move,) = h.due(0.0)
+    carry_out(h, [move], *[Why.ORPHANED] * len(move.blocks))
+    assert h.lookup(run) == [Absent()] * 4
+    assert h.book.counts["dropped.orphaned"] == 2
+    check(h)
+
+
+def test_an_orphan_below_whose_parent_is_here_stays_for_the_next_try() -> None:
+    h = gpu(slots=6)
+    run = run_of("whole", 3)
+    store(h, run)
+    h.persist(run)
+    (move,) = h.due(0.0)
+    carry_out(h, [move], None, Why.ORPHANED, Why.ORPHANED)
+    assert media(h, run) == [(HBM,)] * 3
+    check(h)

@@ -14,6 +14,7 @@ from tiered_kv.cli.doctor import doctor
 from tiered_kv.cli.failures import NAME, Failure, line_of, show_defect, stoppable, stopped
 from tiered_kv.cli.options import DEBUG
 from tiered_kv.cli.plan import plan
+from tiered_kv.cli.replay import replay
 from tiered_kv.cli.service import down, up
 from tiered_kv.cli.sessions import sessions
 from tiered_kv.cli.status import status
@@ -51,7 +52,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, doctor, up, status, sessions, down, bench, workload, plan):
+for command in (demo, doctor, up, status, sessions, down, bench, workload, replay, plan):
     cli.add_command(command)
 
 

@@ -118,6 +118,10 @@ class Book:
             block.gone = True
             block.mask = 0
 
+    def orphaned(self, block: Block) -> bool:
+        """Whether its parent is not here."""
+        return block.parent_key is not None and block.parent_key not in self.blocks
+
     def unpin(self, block: Block) -> None:
         """A lease or a move let go of it."""
         block.pins -= 1

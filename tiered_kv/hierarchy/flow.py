@@ -409,6 +409,10 @@ class Flow:
                 book.lose(block, source)
         elif not block.mask:
             book.drop(block)  # it was to come from below, and did not
+        elif failed.why is Why.ORPHANED and not block.pins and book.orphaned(block):
+            # The node below lacks its parent, and so do we: nobody can hit it, and asking again
+            # would fail again, for ever in the way of what can leave.
+            book.count(f"dropped.{failed.why}", book.drop(block))
 
 
 def _ancestors(blocks: list[Block], bit: int) -> list[Block]:

@@ -55,7 +55,9 @@ class _Session:
         shared = sum(self.shared) * m // BLOCK_TOKENS
         parent = keys[-1] if keys else b""
         for j in range(len(keys) * m, len(ids) - m + 1, m):
-            name = ("S", *self.shared, j, model) if j + m <= shared else (self.name, *ids[j : j + m])
+            name = (
+                ("S", *self.shared, j, model) if j + m <= shared else (self.name, *ids[j : j + m])
+            )
             parent = BlockKey(blake2b(parent + repr(name).encode(), digest_size=16).digest())
             keys.append(parent)
         self.model, self.ids, self.keys = model, ids, keys
@@ -94,7 +96,8 @@ def _ordered(file: Path) -> list[_Request]:
         with file.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            for number, line in enumerate(gzip.open(raw) if packed else raw, 1):  # noqa: SIM115
+            for line in gzip.GzipFile(fileobj=raw) if packed else raw:
+                number += 1
                 if line.strip():
                     found += _line(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -47,7 +47,7 @@ def requests(file: Path) -> Iterator[tuple[float, Run]]:
                 if found != HEADER:
                     raise BadInput(f"{where}: not a recorded trace of version {HEADER['version']}")
                 continue
-            at_s = found.get("t")
+            at_s: Any = found.get("t")
             if type(at_s) not in (int, float) or not last <= at_s < 1e12:
                 raise BadInput(f"{where}: t {at_s!r} is no time in seconds from {last:g} on")
             last = float(at_s)
