@@ -68,7 +68,7 @@ class Adaptive:
         self._requests = 0
         self._segments = Segments()
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
-        self._order: list[tuple[float, int, Segment]] = []
+        self._order: list[tuple[float, float, int, Segment]] = []
         self._start = 0  # entries of the order before it are stale
         self._ranks = 0
         self._ordered_at = self._refreshed_at = 0.0
@@ -135,7 +135,7 @@ class Adaptive:
             self._reorder()
         refused: list[tuple[Segment, int]] = []
         for place in range(self._start, len(self._order)):
-            _, rank, segment = self._order[place]
+            _, _, rank, segment = self._order[place]
             if segment.rank != rank or not segment.keys:
                 if place == self._start:
                     self._start += 1
@@ -162,7 +162,7 @@ class Adaptive:
     def check(self, resident: Collection[BlockKey]) -> None:
         of = self._segments.of
         assert of.keys() == set(resident), "the order and the residents differ"
-        ordered = [s for _, rank, s in self._order[self._start :] if s.rank == rank]
+        ordered = [s for _, _, rank, s in self._order[self._start :] if s.rank == rank]
         assert len(set(map(id, ordered))) == len(ordered), "a segment is ordered twice"
         assert sum(len(s.keys) for s in ordered) == len(of), "a segment is not in the order"
         for segment in ordered:
@@ -205,7 +205,8 @@ class Adaptive:
         for segment in reversed(segments):
             self._ranks += 1
             segment.rank = self._ranks
-            insort(self._order, (self._index(segment), segment.rank, segment), lo=self._start)
+            entry = (self._index(segment), segment.last, segment.rank, segment)
+            insort(self._order, entry, lo=self._start)
 
     def _index(self, segment: Segment) -> float:
         chosen = self._chosen
@@ -215,8 +216,8 @@ class Adaptive:
     def _reorder(self) -> None:
         self._ordered_at = self._now
         self._order = sorted(
-            (self._index(segment), rank, segment)
-            for _, rank, segment in self._order[self._start :]
+            (self._index(segment), segment.last, rank, segment)
+            for _, _, rank, segment in self._order[self._start :]
             if segment.rank == rank and segment.keys
         )
         self._start = 0

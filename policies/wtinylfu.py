@@ -6,8 +6,9 @@ often than what would leave for it. Frequencies come from a count-min sketch of 
 that are halved now and then. The main cache is a segmented LRU: on trial until used again.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from tiered_kv.policies.base import Evictable, pick
@@ -107,20 +108,28 @@ class WTinyLFU:
 
     def _walk(self, n: int) -> Iterator[BlockKey]:
         """Duels between the window's oldest and the main cache's; the loser leaves."""
-        window, main = deque(self._window), deque(self._trial)
-        main.extend(self._proven)
-        limit, count = WINDOW * len(self), self._sketch.count
+        window, guarded = iter(self._window), chain(self._trial, self._proven)
+        outside, inside = len(self._window), len(self._trial) + len(self._proven)
+        limit, count = max(1, int(WINDOW * len(self))), self._sketch.count
         room = len(self) - limit - n  # of the main cache, once `n` have left
-        while window or main:
-            if not window or (main and len(window) <= limit):
-                yield main.popleft()
-            elif main and len(main) >= room and count(window[0]) <= count(main[0]):
-                yield window.popleft()
+        weakest = next(guarded, None)
+        while outside > limit or (outside and weakest is None):
+            candidate = next(window)
+            outside -= 1
+            if inside < room:
+                self._let_in.append(candidate)
+                inside += 1
+            elif weakest is None or count(candidate) <= count(weakest):
+                yield candidate
             else:
-                self._let_in.append(window.popleft())
-                main.append(self._let_in[-1])
-                if len(main) > room:
-                    yield main.popleft()
+                self._let_in.append(candidate)
+                yield weakest
+                weakest = next(guarded, None)
+        if weakest is not None:
+            yield weakest
+        yield from guarded
+        yield from list(self._let_in)
+        yield from window
 
 
 _HALF = bytes(i // 2 for i in range(256))

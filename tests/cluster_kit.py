@@ -20,12 +20,13 @@ import pytest
 from tiered_kv import connecting, errors, keys, liveness
 from tiered_kv.assemble import host
 from tiered_kv.checksum import checksum
-from tiered_kv.config import Config, load
+from tiered_kv.config import Config
 from tiered_kv.connecting import Cluster
 from tiered_kv.directory import Member
 from tiered_kv.layout import KVLayout
 from tiered_kv.node import Node
 from tiered_kv.sessions import Session, SessionId
+from tiered_kv.settings import load
 from tiered_kv.tiers.hbm import PoolView, attach_pool
 from tiered_kv.types import BlockKey, Medium, Refused
 from tiered_kv.wire import Committed, Fetched, Link, Welcome, life_of

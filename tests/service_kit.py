@@ -12,11 +12,12 @@ from cluster_kit import LAYOUT, SECRET, config_in, content, folders, until
 
 from tiered_kv import assemble, keys
 from tiered_kv.client import Client, Saved, Woken
-from tiered_kv.config import Config, load
+from tiered_kv.config import Config
 from tiered_kv.errors import Unreachable
 from tiered_kv.hierarchy import check
 from tiered_kv.layout import KVLayout
 from tiered_kv.runner import Runner
+from tiered_kv.settings import load
 from tiered_kv.types import Reservation
 from tiered_kv.wire import Link
 

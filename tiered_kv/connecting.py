@@ -12,7 +12,7 @@ import ray
 
 from tiered_kv.actors import fleet, launch
 from tiered_kv.actors.shell import COORDINATOR
-from tiered_kv.config import Config, load
+from tiered_kv.config import Config
 from tiered_kv.directory import Member, Placement
 from tiered_kv.errors import BadInput, TieredKVError, Unreachable
 from tiered_kv.hosts import host_identity
@@ -20,6 +20,7 @@ from tiered_kv.joining import join
 from tiered_kv.policies.placement import Candidate, placement
 from tiered_kv.raylink import RayLink, reason
 from tiered_kv.sessions import session_id
+from tiered_kv.settings import load
 from tiered_kv.types import Medium
 
 ASK_S = 5.0

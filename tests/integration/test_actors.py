@@ -145,7 +145,7 @@ import sys
 sys.path.insert(0, {str(TESTS)!r})
 from cluster_kit import Engine
 from tiered_kv import connecting
-from tiered_kv.config import load
+from tiered_kv.settings import load
 config = load(overrides={{"service": {{"namespace": "kv-test"}}}}, environ={{}})
 cluster = connecting.connect(config, address=sys.argv[1], embedded=False)
 engine = Engine(cluster.link(cluster.place("shared")))

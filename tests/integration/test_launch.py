@@ -17,9 +17,9 @@ from cluster_kit import (
 from tiered_kv import connecting
 from tiered_kv.actors import fleet
 from tiered_kv.actors.launch import Down, down, ensure, up
-from tiered_kv.config import Size
 from tiered_kv.connecting import Cluster
 from tiered_kv.errors import BadInput, DoesNotFit, FolderInUse, Unreachable
+from tiered_kv.sizes import Size
 from tiered_kv.types import Medium
 
 pytestmark = pytest.mark.timeout(400)

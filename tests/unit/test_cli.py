@@ -31,11 +31,12 @@ from tiered_kv.cli.failures import Stopped, line_of, stoppable
 from tiered_kv.cli.options import Options
 from tiered_kv.cli.output import Pace, Screen, size
 from tiered_kv.cli.root import cli
-from tiered_kv.config import Config, load
+from tiered_kv.config import Config
 from tiered_kv.errors import BadInput
 from tiered_kv.folder import Folder
 from tiered_kv.gpus import Gpu
 from tiered_kv.local import local
+from tiered_kv.settings import load
 
 
 def walk(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:

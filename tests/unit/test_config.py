@@ -6,8 +6,10 @@ import re
 
 import pytest
 
-from tiered_kv.config import MAX_BYTES, Config, Service, Size, load, parse_size
+from tiered_kv.config import Config, Service
 from tiered_kv.errors import BadConfig
+from tiered_kv.settings import load
+from tiered_kv.sizes import MAX_BYTES, Size, parse_size
 
 
 def from_overrides(**sections):

@@ -14,14 +14,14 @@ from tiered_kv.testing.policies import PolicyTests, block_keys
 from tiered_kv.types import BlockKey
 
 
-class TestLRU(PolicyTests):
-    def make(self, capacity_blocks: int) -> EvictionPolicy:
-        return LRU(capacity_blocks)
+@pytest.mark.parametrize("name", sorted(EVICTION), scope="class")
+class TestEveryPolicy(PolicyTests):
+    @pytest.fixture(autouse=True)
+    def _named(self, name: str) -> None:
+        self.name = name
 
-
-class TestFIFO(PolicyTests):
     def make(self, capacity_blocks: int) -> EvictionPolicy:
-        return FIFO(capacity_blocks)
+        return eviction(self.name, capacity_blocks)
 
 
 def order(policy: EvictionPolicy) -> list[BlockKey]:
@@ -29,7 +29,8 @@ def order(policy: EvictionPolicy) -> list[BlockKey]:
 
 
 def test_every_registered_policy_is_made_by_its_name() -> None:
-    assert {"lru", "fifo"} <= set(EVICTION)
+    assert {"adaptive", "arc", "fifo", "lru", "lru2", "lru_head_first", "min"} <= set(EVICTION)
+    assert {"gdsf", "s3fifo", "sieve", "wtinylfu"} <= set(EVICTION)
     for name, kind in EVICTION.items():
         made = eviction(name, 10)
         assert type(made) is kind
@@ -41,7 +42,9 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         eviction("clock", 10)
 
 
-@pytest.mark.parametrize("name", ["lru", "fifo"])
+@pytest.mark.parametrize(
+    "name", ["adaptive", "arc", "lru", "lru2", "min", "sieve", "wtinylfu"]
+)
 def test_tails_leave_before_their_heads(name: str) -> None:
     policy, run = eviction(name, 10), block_keys(5)
     policy.admit(run, ())
@@ -69,7 +72,7 @@ def test_fifo_does_not_care_for_use() -> None:
     policy.admit(one, ())
     policy.admit(two, one)
     policy.use(one)
-    assert order(policy) == one[::-1] + two[::-1]
+    assert order(policy) == one + two
 
 
 def sessions(seed: int, n: int) -> Iterable[list[BlockKey]]:
@@ -116,7 +119,7 @@ def test_fifo_hits_what_a_naive_queue_hits(capacity: int) -> None:
     for run in sessions(5, 300):
         new = [key for key in run[:capacity] if key not in naive]
         policy.admit(new, [key for key in run if key in naive])
-        naive += new[::-1]
+        naive += new
         victims = policy.victims(len(naive) - capacity, lambda _: True)
         assert victims == naive[: max(0, len(naive) - capacity)]
         policy.remove(victims)

@@ -21,9 +21,11 @@ import torch
 
 from tiered_kv.bench.report import Result
 from tiered_kv.client import Client
-from tiered_kv.config import Config, Size, load
+from tiered_kv.config import Config
 from tiered_kv.errors import TieredKVError, UnknownSession
 from tiered_kv.layout import KVLayout
+from tiered_kv.settings import load
+from tiered_kv.sizes import Size
 
 LAYOUT = KVLayout("churn", "bfloat16", layers=8, kv_heads=2, head_dim=64, block_tokens=64)
 HBM_BLOCKS, DRAM_BLOCKS, NVME_BLOCKS = 128, 256, 1024

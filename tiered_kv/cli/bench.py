@@ -58,7 +58,7 @@ def io(
 ) -> None:  # fmt: skip
     """Copies between tiers, each against the bare medium."""
     from tiered_kv.bench import io as legs_between_tiers
-    from tiered_kv.config import parse_size
+    from tiered_kv.sizes import parse_size
 
     where = Path(folder) if folder else options.config().nvme_folder
     measured = [int(parse_size(text)) for text in sizes or ()] or legs_between_tiers.SIZES

@@ -32,15 +32,15 @@ class Options:
 
     def config(self) -> "Config":
         """The configuration of all sources. Raises `BadConfig`."""
-        from tiered_kv.config import load
+        from tiered_kv.settings import load
 
         return load(self.file, self.overrides)
 
     @contextmanager
     def exported(self) -> Iterator[None]:
-        """Meanwhile `config.load()` gives this configuration everywhere in this process: for
+        """Meanwhile `settings.load()` gives this configuration everywhere in this process: for
         the demo and benchmarks, whose budgets replace the configured ones. Raises `BadConfig`."""
-        from tiered_kv.config import PREFIX
+        from tiered_kv.settings import PREFIX
 
         self.config()
         wanted = {f"{PREFIX}{section}_{key}".upper(): value
@@ -101,7 +101,7 @@ def json_target(command: Command) -> Command:
 
 def one_size(_: click.Context, __: click.Parameter, value: str) -> int:
     """A callback for a size like 64MiB, in bytes. Raises `BadConfig` naming the value."""
-    from tiered_kv.config import parse_size
+    from tiered_kv.sizes import parse_size
 
     return int(parse_size(value))
 

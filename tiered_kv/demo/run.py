@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from tiered_kv.client import Client
-from tiered_kv.config import Config, Size, load
+from tiered_kv.config import Config
 from tiered_kv.demo import engine, model
 from tiered_kv.demo.documents import Document, documents
 from tiered_kv.errors import TierBroken
 from tiered_kv.integrations.transformers import layout_of, resume, save
 from tiered_kv.layout import KVLayout
+from tiered_kv.settings import load
+from tiered_kv.sizes import Size
 from tiered_kv.types import Medium
 
 BLOCK_TOKENS = 128

@@ -20,13 +20,15 @@ import torch
 
 from tiered_kv.bench.report import Result, compared
 from tiered_kv.client import Client
-from tiered_kv.config import Config, Size, load
+from tiered_kv.config import Config
 from tiered_kv.layout import KVLayout
 from tiered_kv.local import local
+from tiered_kv.settings import load
 from tiered_kv.sim.clock import Clock, Process
 from tiered_kv.sim.machine import LEASE_S, Machine, Setup
 from tiered_kv.sim.models import ModelSpec
 from tiered_kv.sim.profiles import GpuPart, LinkPart, Profile, StorePart
+from tiered_kv.sizes import Size
 from tiered_kv.types import BlockKey, Medium, Reservation
 
 LAYOUT = KVLayout("validate", "bfloat16", layers=16, kv_heads=8, head_dim=64, block_tokens=32)
