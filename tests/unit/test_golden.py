@@ -81,8 +81,8 @@ def replay_order(runs: list[list[BlockKey]], policy: EvictionPolicy, capacity_bl
         ("lru", 3_000, 6.53),
         ("lru", 10_000, 21.16),
         ("fifo", 1_000, 4.45),
-        ("fifo", 3_000, 6.52),
-        ("fifo", 10_000, 21.10),  # that heads outlive their tails is worth three points to FIFO
+        ("fifo", 3_000, 6.99),
+        ("fifo", 10_000, 19.98),  # that heads outlive their tails is worth two points to FIFO
     ],
 )
 def test_the_hit_ratio_of_a_public_trace_stays(

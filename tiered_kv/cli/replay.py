@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tiered_kv.cli.options import debuggable, json_target, words
+from tiered_kv.cli.options import Options, common, json_target, words
 from tiered_kv.cli.output import Screen, emit, rows, table
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ FORMATS = ("mooncake", "claude-code", "recorded")
 
 
 @click.command()
-@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--format", "form", type=click.Choice(FORMATS), default="mooncake",
               show_default=True, help="What the file is.")  # fmt: skip
 @click.option("--policy", "policies", default="lru,adaptive", show_default=True, callback=words,
@@ -32,9 +32,9 @@ FORMATS = ("mooncake", "claude-code", "recorded")
 @click.option("--plot", "plot_to", metavar="FILE",
               help="Hit-ratio curves as PNG or SVG; needs matplotlib.")  # fmt: skip
 @json_target
-@debuggable
+@common
 def replay(
-    file: Path, form: str, policies: tuple[str, ...], sizes: tuple[str, ...], jobs: int | None,
+    _: Options, path: Path, form: str, policies: tuple[str, ...], sizes: tuple[str, ...], jobs: int | None,
     csv_to: str | None, plot_to: str | None, json_to: str | None,
 ) -> None:  # fmt: skip
     """Replay a trace through the service's own hierarchy.
@@ -48,7 +48,7 @@ def replay(
 
     if plot_to is not None and find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib, which is not installed")
-    trace, tasks = Trace(file, form), tasks_of(policies, [_number(text) for text in sizes])
+    trace, tasks = Trace(path, form), tasks_of(policies, [_number(text) for text in sizes])
     with Screen(json_to) as screen:
         found = sweep(trace, tasks, jobs or len(os.sched_getaffinity(0)), screen.step)
         headings = ("policy", ">blocks", ">hit %", ">requests", ">accesses", ">accesses/s", ">s")
@@ -57,9 +57,9 @@ def replay(
         with Path(csv_to).open("w", newline="", encoding="utf-8") as out:
             csv.writer(out).writerows([[h.lstrip(">") for h in headings], *map(_cells, found)])
     if plot_to is not None:
-        _plot(plot_to, file, found)
+        _plot(plot_to, path, found)
     if json_to is not None:
-        _report(json_to, file, found)
+        _report(json_to, path, found)
 
 
 def _number(text: str) -> int:
