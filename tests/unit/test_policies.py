@@ -42,9 +42,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         eviction("clock", 10)
 
 
-@pytest.mark.parametrize(
-    "name", ["adaptive", "arc", "lru", "lru2", "min", "sieve", "wtinylfu"]
-)
+@pytest.mark.parametrize("name", ["adaptive", "arc", "lru", "lru2", "min", "sieve", "wtinylfu"])
 def test_tails_leave_before_their_heads(name: str) -> None:
     policy, run = eviction(name, 10), block_keys(5)
     policy.admit(run, ())

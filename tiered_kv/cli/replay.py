@@ -34,8 +34,8 @@ FORMATS = ("mooncake", "claude-code", "recorded")
 @json_target
 @common
 def replay(
-    _: Options, path: Path, form: str, policies: tuple[str, ...], sizes: tuple[str, ...], jobs: int | None,
-    csv_to: str | None, plot_to: str | None, json_to: str | None,
+    _: Options, path: Path, form: str, policies: tuple[str, ...], sizes: tuple[str, ...],
+    jobs: int | None, csv_to: str | None, plot_to: str | None, json_to: str | None,
 ) -> None:  # fmt: skip
     """Replay a trace through the service's own hierarchy.
 
