@@ -83,7 +83,7 @@ class Report:
 
 def run(
     sessions: int, connect: Callable[[Config], Client], say: Say, step: Step,
-    budget_tokens: int = 1100,
+    budget_tokens: int = 900,
 ) -> Report:  # fmt: skip
     """Hold `sessions` chats, wake each for a second question, compare with never having slept.
 
