@@ -64,7 +64,7 @@ class _Session:
         self.waiting -= 1
         if not self.waiting:
             self.forget()
-        return tuple(keys) if self.waiting else keys
+        return tuple(keys)
 
 
 class _Request:
