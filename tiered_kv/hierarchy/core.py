@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from tiered_kv.errors import BadInput, StaleHandle
 from tiered_kv.hierarchy.adopt import adopt
 from tiered_kv.hierarchy.book import ABSENT, Book
-from tiered_kv.hierarchy.flow import Flight, Flow, Wanted
+from tiered_kv.hierarchy.flow import Flow, Wanted
+from tiered_kv.hierarchy.landing import Flight
 from tiered_kv.hierarchy.room import Room
 from tiered_kv.hierarchy.state import Block, TierSpec
 from tiered_kv.hierarchy.stores import Stores

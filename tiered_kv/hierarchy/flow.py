@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from tiered_kv.errors import StaleHandle
 from tiered_kv.hierarchy.book import Book
+from tiered_kv.hierarchy.landing import Flight, Landing
 from tiered_kv.hierarchy.room import Room
 from tiered_kv.hierarchy.state import Block, TierState
 from tiered_kv.types import (
     BlockKey,
-    Done,
-    Failed,
     Fingerprint,
     Located,
     Medium,
@@ -25,10 +24,6 @@ MOVE_BYTES = 64 << 20
 that a restore need not wait long behind it."""
 
 
-UNREADABLE = (Why.IO_ERROR, Why.ABSENT)
-"""A lower copy that could not be read for one of these is not promised again."""
-
-
 @dataclass(slots=True)
 class Wanted:
     """What has to happen until a run is in the top tier: await `moves`, then lease.
@@ -41,21 +36,13 @@ class Wanted:
     why: Why | None = None
 
 
-@dataclass(slots=True)
-class Flight:
-    """A move under way."""
-
-    move: Move
-    blocks: list[Block]
-    leaving: set[Block]  # the ones whose upper copy goes once the lower one is there
-
-
 class Flow:
     """Creates moves and takes their results. Sources are pinned while a move is in flight."""
 
     def __init__(self, book: Book, room: Room) -> None:
         self._book = book
         self._room = room
+        self._landing = Landing(book)
         self._flights: dict[int, Flight] = {}
         self._ready: list[Move] = []
         self._ids = 0
@@ -333,103 +320,11 @@ class Flow:
 
     def done(self, move: Move, outcomes: Sequence[Outcome]) -> None:
         """Take the outcome of each block of a move."""
-        flight = self._flights.pop(move.id, None)
+        flight = self._flights.get(move.id)
         if flight is None or len(outcomes) != len(flight.blocks):
-            if flight is not None:
-                self._flights[move.id] = flight
             raise StaleHandle(f"move {move.id} is not in flight with {len(outcomes)} blocks")
-        move = flight.move
-        source = None if move.source is Medium.HOST else self._book.tier(move.source)
-        target = None if move.target is Medium.HOST else self._book.tier(move.target)
-        if target is not None:
-            target.reserved -= move.nbytes * len(move.targets)
-        if source is not None and flight.leaving:
-            source.leaving[move.nbytes] -= len(flight.leaving)
-        self._land(flight, outcomes, source, target)
-
-    def _land(
-        self, flight: Flight, outcomes: Sequence[Outcome],
-        source: TierState | None, target: TierState | None,
-    ) -> None:  # fmt: skip
-        book, move = self._book, flight.move
-        arrived: list[Block] = []
-        failed: list[tuple[Block, Failed]] = []
-        safe = target.online if target is not None else book.sinks  # where the copies are now
-        for i, (block, outcome) in enumerate(zip(flight.blocks, outcomes, strict=True)):
-            block.move = 0
-            book.unpin(block)
-            book.answer(block)
-            if isinstance(outcome, Done) and not block.gone:
-                arrived.append(block)
-                if outcome.checksum is not None:
-                    block.checksum = outcome.checksum
-                if target is not None:
-                    book.hold(block, target, move.targets[i])
-                continue
-            if target is not None:
-                target.slots.give(move.nbytes, (move.targets[i],))
-            if isinstance(outcome, Failed):
-                failed.append((block, outcome))
-        if target is not None:
-            # demoted blocks lie in the order in which they were to leave, heads last
-            before = _ancestors(arrived, target.bit)
-            target.policy.admit([b.key for b in arrived], [b.key for b in before])
-        if safe:
-            self._leave([b for b in arrived if b in flight.leaving], source, target)
-        book.count(f"moved.{move.source}-{move.target}", len(arrived))
-        for block, why in failed:  # last: what a lost block takes along must be on file
-            self._failed(block, why, source)
-
-    def _leave(
-        self, blocks: list[Block], source: TierState | None, target: TierState | None
-    ) -> None:
-        if source is None:
-            return
-        for block in blocks:
-            if block.pins:
-                continue  # somebody reads it
-            if target is None:
-                self._book.drop(block)  # the node below has it now
-            else:
-                self._book.lose(block, source)
-            self._book.count(f"evicted.{source.spec.medium}")
-
-    def _failed(self, block: Block, failed: Failed, source: TierState | None) -> None:
-        """A copy that turned out bad leaves; a failed copy of a good one changes nothing."""
-        book = self._book
-        book.count(f"failed.{failed.why}")
-        if block.gone:
-            return
-        bad = failed.why is Why.CORRUPT or (failed.why in UNREADABLE and source is not book.top)
-        if bad and source is not None and block.mask & source.bit:
-            if block.mask == source.bit or block.pins:
-                # a reader of the bad copy keeps its slot, nobody else finds it
-                book.count(f"dropped.{failed.why}", book.drop(block))
-            else:
-                book.lose(block, source)
-        elif not block.mask:
-            book.drop(block)  # it was to come from below, and did not
-        elif failed.why is Why.ORPHANED and not block.pins and book.orphaned(block):
-            # The node below lacks its parent, and so do we: nobody can hit it, and asking again
-            # would fail again, for ever in the way of what can leave.
-            book.count(f"dropped.{failed.why}", book.drop(block))
-
-
-def _ancestors(blocks: list[Block], bit: int) -> list[Block]:
-    """What these blocks descend from in a tier, heads first: a run that arrives in several moves
-    must not leave its head older than its tail."""
-    seen = set(blocks)
-    found: list[Block] = []
-    for block in blocks:
-        chain: list[Block] = []
-        one = block.parent
-        while one is not None and one not in seen:
-            seen.add(one)
-            if one.mask & bit:
-                chain.append(one)
-            one = one.parent
-        found += reversed(chain)
-    return found
+        del self._flights[move.id]
+        self._landing.land(flight, outcomes)
 
 
 def _batches(blocks: list[Block]) -> list[list[Block]]:
