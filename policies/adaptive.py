@@ -11,11 +11,12 @@ request was known when it came and by
 The one that foretold the stream better so far decides. Blocks leave in the order of the index of
 their class and age, from the tails of runs. Until something was learned this is LRU.
 
-State: about 100 bytes a resident block and as much again for what was evicted, of which one key in
-eight is kept; two tables of 84 classes. Time: a few us a segment of a run, ten blocks and more.
+State: about 0.5 KB a resident block, with all that is remembered of evicted ones (8 bytes a block
+and 0.3 KB a stretch of them) and 0.6 MB for two tables. Time: 1 us a block accessed in long runs,
+3 us in short ones, where LRU takes 0.1 and 0.3.
 """
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from math import log2
@@ -214,13 +215,16 @@ class Adaptive:
         return self._tables[chosen].index[segment.kinds[chosen]][bucket]
 
     def _reorder(self) -> None:
-        self._ordered_at = self._now
-        self._order = sorted(
-            (self._index(segment), segment.last, rank, segment)
-            for _, _, rank, segment in self._order[self._start :]
-            if segment.rank == rank and segment.keys
-        )
-        self._start = 0
+        """Half of all time that this policy takes, hence by hand what `_index` does."""
+        chosen, now, edges = self._chosen, self._now, self._ages.edges
+        index = self._tables[chosen].index
+        entries = []
+        for _, last, rank, segment in self._order[self._start :]:
+            if segment.rank == rank and segment.keys:
+                row = index[segment.kinds[chosen]]
+                entries.append((row[bisect_right(edges, now - last)], last, rank, segment))
+        entries.sort()
+        self._order, self._start, self._ordered_at = entries, 0, now
 
     def _bury(self, piece: list[BlockKey], segment: Segment | None) -> None:
         """Remember evicted blocks, together with those that left behind them."""

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import ClassVar
 
+from xxhash import xxh3_64_intdigest
+
 from tiered_kv.policies.base import Evictable, pick
 from tiered_kv.types import BlockKey
 
@@ -32,7 +34,7 @@ class Sketch:
 
     def add(self, key: BlockKey) -> None:
         """Seen once more."""
-        h, mask = hash(key), self._mask
+        h, mask = xxh3_64_intdigest(key), self._mask
         for i, row in enumerate(self._rows):
             at = (h >> 15 * i) & mask
             if row[at] < MOST:
@@ -44,7 +46,7 @@ class Sketch:
 
     def count(self, key: BlockKey) -> int:
         """How often; a little too high where keys collide."""
-        h, mask = hash(key), self._mask
+        h, mask = xxh3_64_intdigest(key), self._mask
         return min(row[(h >> 15 * i) & mask] for i, row in enumerate(self._rows))
 
 
