@@ -43,7 +43,7 @@ from tiered_kv.types import (
     Why,
 )
 
-EXAMPLES = int(os.environ.get("TIERED_KV_TEST_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("KV_TEST_EXAMPLES", "50"))
 STEPS = 50
 SLAB = 12
 SIZES = (4, 5)  # three a slab, and two with a rest
