@@ -23,6 +23,10 @@ EVICTION: dict[str, type[EvictionPolicy]] = {
     )
 }  # fmt: skip
 
+_COMPARED = ("lru_head_first", "min")
+SERVING = {name: policy for name, policy in EVICTION.items() if name not in _COMPARED}
+"""What a service may use: `min` needs the future, `lru_head_first` is there to compare with."""
+
 
 def eviction(name: str, capacity_blocks: int) -> EvictionPolicy:
     """A fresh eviction policy. Raises `UnknownName` with the list of known ones."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tiered_kv.errors import BadConfig
 from tiered_kv.inputs import LONGEST_S
 from tiered_kv.keys import MAX_SECRET_BYTES
-from tiered_kv.policies import EVICTION
+from tiered_kv.policies import SERVING
 from tiered_kv.policies.admission import ADMISSION
 from tiered_kv.types import ALIGNMENT
 
@@ -23,7 +23,7 @@ def check_tier(name: str, tier: "Hbm | Dram | Nvme", stripes: int) -> None:
     """Watermarks, policy and slabs."""
     require(0 < tier.low <= tier.high <= 1, f"{name}: need 0 < low <= high <= 1, "
             f"not low {tier.low} and high {tier.high}")  # fmt: skip
-    _one_of(f"{name}.policy", tier.policy, EVICTION)
+    _one_of(f"{name}.policy", tier.policy, SERVING)
     slab = tier.slab_bytes
     if slab:
         require(slab <= tier.bytes, f"{name}.slab_bytes {slab} is more than {name}.bytes "

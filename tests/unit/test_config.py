@@ -226,3 +226,9 @@ def test_folders_have_defaults(monkeypatch):
     assert str(config.shm_folder).startswith("/dev/shm/tiered_kv-")
     assert Service().namespace == "tiered_kv"
     assert str(Size(3 << 19)) == "1.5MiB"
+
+
+@pytest.mark.parametrize("policy", ["min", "lru_head_first"])
+def test_a_policy_that_is_only_there_to_compare_with_is_refused_in_a_service(policy):
+    with pytest.raises(BadConfig, match=f"dram.policy '{policy}' is not one of adaptive"):
+        load(overrides={"dram": {"policy": policy}}, environ={})
