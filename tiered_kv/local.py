@@ -6,7 +6,6 @@ from tiered_kv import assemble
 from tiered_kv.client import Client
 from tiered_kv.config import Config
 from tiered_kv.runner import Runner
-from tiered_kv.types import Medium
 
 
 class Local:
@@ -35,10 +34,6 @@ class Local:
         timeout_s = self.config.service.call_timeout_s
         runners = [self.host, self.gpu] if self.gpu else [self.host]
         return [runner.call("status", timeout_s=timeout_s) for runner in runners]
-
-    def runner(self, medium: Medium) -> Runner:
-        """The node whose pool is of this medium."""
-        return self.gpu if medium is Medium.HBM and self.gpu else self.host
 
     def close(self) -> None:
         """Write what only memory holds below, and stop. Idempotent."""
