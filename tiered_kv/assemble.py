@@ -79,6 +79,7 @@ def host_parts(config: Config, progress: Progress | None = None) -> Parts:
         if TailOptimisedLRU.name in (config.dram.policy, config.nvme.policy):
             notes.append(TailOptimisedLRU.price)
         specs, tiers, nvme = [dram], dict[Medium, Tier](), None
+        rates: dict[Medium, float] = {}
         if folder is not None:
             spec = _nvme_spec(config)
             nvme = NvmeTier.open(
@@ -88,14 +89,14 @@ def host_parts(config: Config, progress: Progress | None = None) -> Parts:
                 engine=config.nvme.engine, queue_depth=config.nvme.queue_depth, progress=progress,
             )  # fmt: skip
             undo.callback(nvme.close)
-            nvme.probe()
+            rates[Medium.NVME] = nvme.probe().read_bytes_per_s
             notes += [nvme.describe(), f"former index: {nvme.opened}"]
             specs.append(spec)
             tiers[Medium.NVME] = nvme
         undo.pop_all()
     return Parts(
         node_id, incarnation, Medium.DRAM, arena, specs, tiers, nvme=nvme, folder=folder,
-        notes=tuple(notes),
+        notes=tuple(notes), rates=rates,
     )  # fmt: skip
 
 

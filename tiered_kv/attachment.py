@@ -49,6 +49,11 @@ class Attachment:
         self._owed = Owed()
         self._lock = threading.Lock()
 
+    @property
+    def mapped(self) -> Mapped | None:
+        """The pool as it is mapped at this moment."""
+        return self._mapped
+
     def introduce(self, layout: KVLayout) -> Mapped:
         """Agree on a layout and map the pool. One call the first time. Raises `BadLayout`,
         `Unreachable`."""

@@ -27,6 +27,7 @@ from tiered_kv.config import Config
 from tiered_kv.errors import BadLayout, StaleHandle, Unreachable
 from tiered_kv.inputs import check_seconds
 from tiered_kv.layout import KVLayout
+from tiered_kv.policies.load_or_recompute import Prefill
 from tiered_kv.sessions import Session, session_id
 from tiered_kv.types import Medium, Refused, Reservation, SessionId, Why
 from tiered_kv.wire import Committed, Fetched, Link
@@ -189,18 +190,21 @@ class Client:
         return checksums if host else None
 
     def wake(
-        self, session: str, layout: KVLayout, copy: Copy[T], *, deadline_s: float | None = None
-    ) -> Woken[T]:
+        self, session: str, layout: KVLayout, copy: Copy[T], *, deadline_s: float | None = None,
+        prefill: Prefill | None = None,
+    ) -> Woken[T]:  # fmt: skip
         """Bring a session's leading blocks up and copy them out.
 
         Two calls, whatever the length; waits for slower tiers up to `deadline_s` (default
-        `wake_deadline_s`) and gives what has come by then. Bytes whose lease lapsed during the
-        copy are thrown away. Raises `BadSession`, `UnknownSession`, `BadLayout`.
+        `wake_deadline_s`) and gives what has come by then. With `prefill`, the measured rate of
+        the engine, only blocks come that are loaded faster than they are computed. Bytes whose
+        lease lapsed during the copy are thrown away. Raises `BadSession`, `UnknownSession`,
+        `BadLayout`.
         """
         sid = session_id(session)
         wait_s = self.config.service.wake_deadline_s if deadline_s is None else deadline_s
         check_seconds("deadline_s", wait_s, zero=True)
-        ask = partial(self._wake, sid, layout, wait_s)
+        ask = partial(self._wake, sid, layout, wait_s, prefill)
         try:
             node, mapped, fetched = self._served(sid, layout, ask)
         except Unreachable:
@@ -208,9 +212,12 @@ class Client:
         return self._take(node, mapped, fetched, layout, copy)
 
     def _wake(
-        self, sid: SessionId, layout: KVLayout, wait_s: float, node: Attachment, mapped: Mapped
-    ) -> Fetched:
-        fetched: Fetched = node.call("wake", sid, layout.fingerprint, None, wait_s, wait_s=wait_s)
+        self, sid: SessionId, layout: KVLayout, wait_s: float, prefill: Prefill | None,
+        node: Attachment, mapped: Mapped,
+    ) -> Fetched:  # fmt: skip
+        fetched: Fetched = node.call(
+            "wake", sid, layout.fingerprint, None, wait_s, prefill, wait_s=wait_s
+        )
         node.settle()
         try:
             mapped.check(fetched.lease.id)
@@ -241,10 +248,21 @@ class Client:
         return Woken(tokens, n_tokens, value, fetched.found, fetched.missed, fetched.why)
 
     def prefetch(self, session: str) -> int:
-        """Start bringing a session up and do not wait; how many batches are on their way.
+        """A request of the session is on its way: start bringing it up and do not wait; how many
+        batches are on their way.
 
         Raises `UnknownSession`, and `Unreachable` like the verbs below."""
         return int(self._call(session, "prefetch"))
+
+    def hint(
+        self, session: str, *, ended: bool = False, stopped: str | None = None,
+        pause_s: float | None = None, priority: int | None = None,
+    ) -> None:  # fmt: skip
+        """What is known of a session beyond its requests: why its last one ended, when the next
+        one comes, that none does, or how much it matters. See `Node.hint`.
+
+        Raises `UnknownSession` and `BadInput`; `Unreachable` like the verbs below. One call."""
+        self._call(session, "hint", ended, stopped, pause_s, priority)
 
     def fork(self, session: str, new: str) -> None:
         """A second session that shares all blocks of the first. Raises `UnknownSession`."""

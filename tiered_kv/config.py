@@ -14,7 +14,7 @@ from tiered_kv.sizes import Size
 
 @dataclass(frozen=True)
 class Hbm:
-    """The tier in GPU memory, one a GPU."""
+    """The tier in GPU memory, one a GPU. `bytes = 0` leaves it to engines with a pool of theirs."""
 
     bytes: Size = Size(512 << 20)
     high: float = 0.90
@@ -67,6 +67,9 @@ class Service:
     move_deadline_s: float = 30.0
     call_timeout_s: float = 15.0
     recent_s: float = 60.0  # a session unused for longer is idle
+    session_ttl_s: float = 604_800.0  # a session unused for longer is forgotten; 0: never
+    prefetch: str = "on_request"  # none, on_request, on_predicted_wake
+    record: str = ""  # a file for a trace of all requests (no content); "": none
     gpu_fraction: float = 0.05  # num_gpus that a GPU actor asks of Ray
 
 

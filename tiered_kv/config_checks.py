@@ -8,12 +8,14 @@ from tiered_kv.inputs import LONGEST_S
 from tiered_kv.keys import MAX_SECRET_BYTES
 from tiered_kv.policies import SERVING
 from tiered_kv.policies.admission import ADMISSION
+from tiered_kv.policies.prefetch import PREFETCH
 from tiered_kv.types import ALIGNMENT
 
 if TYPE_CHECKING:
     from tiered_kv.config import Dram, Hbm, Nvme, Service
 
 MIN_BYTES = 1 << 20
+LONGEST_TTL_S = 10 * 365 * 86_400.0
 ENGINES = ("auto", "threads", "io_uring")
 TIMES = ("lease_ttl_s", "wake_deadline_s", "store_deadline_s", "move_deadline_s",
          "call_timeout_s", "recent_s")  # fmt: skip
@@ -34,7 +36,8 @@ def check_tier(name: str, tier: "Hbm | Dram | Nvme", stripes: int) -> None:
 
 def check_hbm(hbm: "Hbm") -> None:
     """Size, device and the share that is verified."""
-    require(hbm.bytes >= MIN_BYTES, f"hbm.bytes {hbm.bytes} is below 1MiB")
+    require(hbm.bytes == 0 or hbm.bytes >= MIN_BYTES,
+            f"hbm.bytes {hbm.bytes} is neither 0 nor at least 1MiB")  # fmt: skip
     require(0 <= hbm.verify <= 1, f"hbm.verify {hbm.verify} is not in [0, 1]")
     require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", hbm.device) is not None,
             f"hbm.device {hbm.device!r} is not auto, cpu, cuda or cuda:N")  # fmt: skip
@@ -74,6 +77,11 @@ def check_service(service: "Service") -> None:
             f"service.tenant_secret has {secret} bytes, not 1 to {MAX_SECRET_BYTES}")  # fmt: skip
     require(0 < service.gpu_fraction <= 1,
             f"service.gpu_fraction {service.gpu_fraction} is not in (0, 1]")  # fmt: skip
+    _one_of("service.prefetch", service.prefetch, PREFETCH)
+    require("\0" not in service.record, "service.record has a NUL in it")
+    require(0 <= service.session_ttl_s <= LONGEST_TTL_S,
+            f"service.session_ttl_s {service.session_ttl_s} is not in 0..{LONGEST_TTL_S:g} s"
+            )  # fmt: skip
     for name in TIMES:
         value = getattr(service, name)
         require(0 < value <= LONGEST_S,

@@ -40,6 +40,10 @@ class Keeper(Protocol):
         """Forget a session, and drop what only it had. Raises `UnknownSession`."""
         ...
 
+    def retire(self, sid: SessionId) -> None:
+        """Forget a session and leave its blocks to the policies. Raises `UnknownSession`."""
+        ...
+
     async def forget(self, keys: Sequence[BlockKey]) -> int:
         """Drop blocks from which nothing descends, here and below; how many."""
         ...
@@ -117,6 +121,11 @@ class HostKeeper:
         self.erase(gone)
         await self._clean()
         return Ended(tuple(only), tuple(gone))
+
+    def retire(self, sid: SessionId) -> None:
+        """Its row is removed at the next beat."""
+        self.table.close(sid)
+        self._closed.add(sid)
 
     async def forget(self, keys: Sequence[BlockKey]) -> int:
         """Raises `TierBroken` when they are gone from here, but not yet from NVMe: that is tried
@@ -219,6 +228,9 @@ class BelowKeeper:
         ended: Ended = await self._call("end_session", sid)
         here = self._hierarchy.forget(ended.only)
         return Ended(ended.only, tuple({*ended.gone, *here}))
+
+    def retire(self, sid: SessionId) -> None:
+        return  # the host forgets it
 
     async def forget(self, keys: Sequence[BlockKey]) -> int:
         here = self._hierarchy.forget(keys)

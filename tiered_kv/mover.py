@@ -7,12 +7,13 @@ until the thread that copies has really ended: bytes that arrive late must hurt 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tiered_kv.errors import TierBroken, Unreachable
 from tiered_kv.generations import Generations
+from tiered_kv.pace import Pace
 from tiered_kv.supervise import surviving
 from tiered_kv.tiers.base import Tier
 from tiered_kv.types import BlockKey, Done, Failed, Medium, Move, MoveKind, Outcome, Why
@@ -51,7 +52,9 @@ class Mover:
         pool: Medium,
         generations: Generations,
         done: Callable[[Move, Sequence[Outcome]], None],
+        rates: Mapping[Medium, float] | None = None,
     ) -> None:
+        """`rates` has the bytes a second that the self-test of a medium read."""
         self._tiers = tiers
         self._pool = pool
         self._generations = generations
@@ -61,6 +64,7 @@ class Mover:
         self._number = 0
         self._closed = False
         self.legs: dict[tuple[Medium, Medium], Leg] = {}
+        self.paces = {medium: Pace((rates or {}).get(medium)) for medium in tiers}
         self._lanes: dict[tuple[Medium, bool], asyncio.PriorityQueue[_Job]] = {}
         self._workers: list[asyncio.Task[None]] = []
         self._threads: list[ThreadPoolExecutor] = []
@@ -85,6 +89,8 @@ class Mover:
         self._number += 1
         job = _Job(move.kind, self._number, move, asyncio.get_running_loop().create_future())
         self._jobs[move.id] = job
+        if up:
+            self.paces[move.source].submitted(move.nbytes * len(move.blocks))
         self._lanes[move.source if up else move.target, up].put_nowait(job)
 
     async def wait(self, moves: Sequence[int], timeout_s: float) -> dict[BlockKey, Outcome] | None:
@@ -163,6 +169,8 @@ class Mover:
         """Copy one batch; its generations are odd meanwhile, and even where a block arrived."""
         began, up = time.monotonic(), move.target is self._pool
         self._running[move.id] = began, move.source if up else move.target
+        outcomes: list[Outcome] = []
+        shared = self.paces[move.source].began(began) if up else 0.0
         try:
             if up:
                 self._generations.open(move.targets)
@@ -178,6 +186,9 @@ class Mover:
                 )
         finally:
             del self._running[move.id]
+            if up:
+                brought = _copied(outcomes) * move.nbytes
+                self.paces[move.source].ended(shared, brought, time.monotonic())
         self._account(move, outcomes, time.monotonic() - began)
         return outcomes
 
@@ -186,6 +197,8 @@ class Mover:
         with surviving(f"what follows a move from {job.move.source} to {job.move.target}"):
             self._done(job.move, outcomes)
         del self._jobs[job.move.id]
+        if job.move.target is self._pool:
+            self.paces[job.move.source].left(job.move.nbytes * len(job.move.blocks))
         job.ended.set_result(outcomes)
 
     def _carry(self, move: Move) -> list[Outcome]:
@@ -210,8 +223,13 @@ class Mover:
 
     def _account(self, move: Move, outcomes: Sequence[Outcome], seconds: float) -> None:
         leg = self.legs.setdefault((move.source, move.target), Leg())
-        copied = sum(isinstance(outcome, Done) and outcome.copied for outcome in outcomes)
+        copied = _copied(outcomes)
         leg.blocks += copied
         leg.bytes += copied * move.nbytes
         leg.seconds += seconds
         leg.failed += sum(isinstance(outcome, Failed) for outcome in outcomes)
+
+
+def _copied(outcomes: Sequence[Outcome]) -> int:
+    """How many blocks were really copied."""
+    return sum(isinstance(outcome, Done) and outcome.copied for outcome in outcomes)

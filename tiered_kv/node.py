@@ -7,22 +7,27 @@ with a miss for everything that went wrong below.
 """
 
 import asyncio
+import time
 from typing import Any
 
 from tiered_kv import status
+from tiered_kv.block_events import BlockEvents
 from tiered_kv.errors import BadLayout
-from tiered_kv.inputs import short
+from tiered_kv.inputs import check_count, short
 from tiered_kv.layout import KVLayout
-from tiered_kv.node_reads import Reading
+from tiered_kv.node_hints import Hinting
 from tiered_kv.node_stores import Storing
+from tiered_kv.residence import Residence, residence
 from tiered_kv.sessions import Session, session_id
 from tiered_kv.supervise import surviving
 from tiered_kv.types import SessionId, Usage
-from tiered_kv.wire import Ended, Welcome
+from tiered_kv.wire import Ended, Events, Welcome
 
 
-class Node(Storing, Reading):
+class Node(Storing, Hinting):
     """Made by `await assemble.host(config)` or `assemble.gpu(config, link)`."""
+
+    _events: BlockEvents | None = None  # since somebody asked
 
     async def hello(self, layout: KVLayout) -> Welcome:
         """Introduce a layout and learn how to map the pool. Idempotent.
@@ -47,11 +52,17 @@ class Node(Storing, Reading):
 
     async def session(self, sid: str) -> Session:
         """The session, noted as used now. Raises `BadSession` or `UnknownSession`."""
-        return await self.keeper.use(session_id(sid))
+        session = await self.keeper.use(session_id(sid))
+        self._is_here(session)
+        return session
 
     async def list_sessions(self) -> list[dict[str, Any]]:
         """One row a session: id, state, tokens, blocks by tier, seconds since its last use."""
         return status.sessions(self)
+
+    async def resident(self, sid: str) -> Residence:
+        """What is held of a session here. No use of it. Raises `BadSession`, `UnknownSession`."""
+        return residence(self, self.keeper.table.get(session_id(sid)))
 
     async def fork(self, sid: str, new: str) -> Session:
         """A second session with the same blocks; they are shared, not copied."""
@@ -59,17 +70,29 @@ class Node(Storing, Reading):
 
     async def close_session(self, sid: str) -> int:
         """Forget a session and the blocks that only it had; how many blocks went."""
-        return len((await self.keeper.close(session_id(sid))).gone)
+        return len((await self.end_session(sid)).gone)
 
     async def end_session(self, sid: str) -> Ended:
         """`close_session` for the node of a GPU, which may hold blocks of it that are not here."""
-        return await self.keeper.close(session_id(sid))
+        sid = session_id(sid)
+        ended = await self.keeper.close(sid)
+        self.outlooks.ended(sid)
+        return ended
 
     # -- operating ------------------------------------------------------------------------
 
     async def status(self) -> dict[str, Any]:
         """Everything an operator asks, as plain values; see `status.node`."""
         return status.node(self)
+
+    async def events(self, since: int) -> Events:
+        """Copies of blocks that came and left from number `since` on; see `Events`. Begins with 0,
+        and then with the `next` of the last answer. The first call starts the account, which
+        costs each later change about 1 us. Raises `BadInput`."""
+        check_count("since", since)
+        if self._events is None:
+            self._events = BlockEvents(self.hierarchy.book, time.time_ns() // 1000)
+        return self._events.since(since)
 
     async def holdings(self) -> tuple[list[Usage], list[SessionId]]:
         """What the coordinator is told every other second: tiers, and ids of all sessions."""
@@ -93,6 +116,9 @@ class Node(Storing, Reading):
             await self.mover.close()
             with surviving("writing sessions before the end"):
                 await self.keeper.flush()
+            with surviving("writing the recording before the end"):
+                await self._record()
+                await self._io(self.recording.close)
         finally:
             await asyncio.to_thread(self._threads.shutdown)
             await asyncio.to_thread(self.parts.close)

@@ -1,4 +1,4 @@
-"""The verbs that read: lookup, fetch, wake, release, prefetch."""
+"""The verbs that read: lookup, fetch, wake, release."""
 
 import asyncio
 import time
@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 
-from tiered_kv.errors import BadLayout, StaleHandle
-from tiered_kv.inputs import LONGEST_S, check_count, check_run, check_seconds
+from tiered_kv.errors import BadInput, BadLayout, StaleHandle
+from tiered_kv.inputs import LONGEST_S, check_count, check_key, check_run, check_seconds, short
+from tiered_kv.node_weighs import Weighing
+from tiered_kv.policies.load_or_recompute import Prefill
 from tiered_kv.sessions import Session, session_id
 from tiered_kv.types import (
     Answer,
@@ -23,14 +25,13 @@ from tiered_kv.types import (
     Run,
     Why,
 )
-from tiered_kv.wire import Fetched
-from tiered_kv.works import Works
+from tiered_kv.wire import NO_LEASE, Fetched
 
 HOLD_S = 2 * LONGEST_S
 """For how long a wait may hold what has come, if it is never ended."""
 
 
-class Reading(Works):
+class Reading(Weighing):
     """Leases, and what brings blocks up for them. See `node.Node`."""
 
     async def lookup(self, run: Run) -> list[Answer]:
@@ -40,21 +41,28 @@ class Reading(Works):
 
     async def fetch(
         self, layout: Fingerprint, run: Run, ttl_s: float | None = None,
-        deadline_s: float | None = None,
+        deadline_s: float | None = None, again: bool = False, parent: BlockKey | None = None,
     ) -> Fetched:  # fmt: skip
         """Bring the leading held blocks of a run into the pool and lease them.
 
         Waits for moves up to `deadline_s` and leases what has come by then: the rest is a miss.
+        The run may be a piece from the middle of another one; `parent` is the block before it
+        then, and `again` says that its use was noted by `find`.
         """
         nbytes = self._nbytes(layout)
         self._check_run(layout, run)
+        if parent is not None:
+            check_key(parent)
         ttl_s, deadline_s = self._times(ttl_s, deadline_s)
         began = time.monotonic()
         found: dict[BlockKey, Medium] = {}
-        why = await self._bring(layout, run, nbytes, began + deadline_s, found)
-        self._check_run(layout, run)  # what came meanwhile, too
-        lease = self.hierarchy.lease(run, ttl_s, self._now())
+        modelled_s = self._read_s(run, nbytes)
+        why = await self._bring(layout, run, nbytes, began + deadline_s, found, parent)
+        self._check_blocks(layout, run)  # what came meanwhile, too
+        lease = self.hierarchy.lease(run, ttl_s, self._now(), again=again)
         missed = len(run) - len(lease.keys)
+        if modelled_s and not missed:
+            self.decisions.measured(modelled_s, time.monotonic() - began)
         if missed:
             self.counts[f"miss.{why or Why.ABSENT}"] += missed
         self.counts["hit"] += len(lease.keys)
@@ -70,26 +78,54 @@ class Reading(Works):
 
     async def wake(
         self, sid: str, layout: Fingerprint, ttl_s: float | None = None,
-        deadline_s: float | None = None,
+        deadline_s: float | None = None, prefill: Prefill | None = None,
     ) -> Fetched:  # fmt: skip
-        """`fetch` for all blocks of a session. Raises `UnknownSession`, and `BadLayout` when the
-        session was saved with another layout."""
+        """`fetch` for the blocks of a session: all, or with `prefill` (the engine's measured rate)
+        those that are modelled to be loaded faster than they are computed. Raises
+        `UnknownSession`, and `BadLayout` when the session was saved with another layout."""
         self._nbytes(layout)
         self._times(ttl_s, deadline_s)
+        if prefill is not None and not isinstance(prefill, Prefill):
+            raise BadInput(f"prefill must be a Prefill, not {short(prefill)}")
         session = await self.keeper.use(session_id(sid))
         if session.layout != layout:
             raise BadLayout(
                 f"session {session.id!r} has layout {session.layout.hex()}, not {layout.hex()}"
             )
+        self._is_here(session)
+        self.recording.note("wake", session.run, self.layouts[layout].block_bytes)
+        self.outlooks.read(session.run, self._in_pool)
         self.keeper.table.enter(session.id)
         try:
-            fetched = await self.fetch(layout, session.run, ttl_s, deadline_s)
+            run = self._worthwhile(session, prefill)
+            fetched = await self.fetch(layout, run, ttl_s, deadline_s)
         finally:
             self.keeper.table.leave(session.id)
-        return replace(fetched, session=session)
+        left = len(session.run) - len(run)
+        self._count(f"miss.{Why.SLOWER}", left)
+        why = fetched.why or (Why.SLOWER if left else None)
+        return replace(fetched, missed=fetched.missed + left, why=why, session=session)
+
+    def _worthwhile(self, session: Session, prefill: Prefill | None) -> Run:
+        """The part of a session's run to ask for: all, or as far as loading what is held is
+        faster than computing it."""
+        layout = self.layouts[session.layout]
+        media = self._places(session.run)
+        decision = self._weighed(
+            media, (session.run,), before=0, block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes, prefill=prefill,
+            new_tokens=max(0, session.n_tokens - len(media) * layout.block_tokens) + 1,
+        )  # fmt: skip
+        if decision is None or not decision.recompute:
+            return session.run
+        first = decision.load
+        self._sample(session.layout, session.run, first, media[first], layout.block_bytes)
+        return session.run[:first]
 
     async def release(self, lease: int) -> None:
         """End a lease. One that has expired meanwhile is fine: the reader has compared."""
+        if lease == NO_LEASE:
+            return
         try:
             self.hierarchy.release(self.handles.back(lease))
         except StaleHandle:
@@ -107,25 +143,6 @@ class Reading(Works):
         check_run(keys)
         return self.hierarchy.distrust(keys)
 
-    async def prefetch(self, sid: str) -> int:
-        """Start bringing a session up and do not wait; how many batches are on their way.
-
-        Others follow in the background where room has to be made for them first.
-        """
-        session = await self.keeper.use(session_id(sid))
-        layout, run = session.layout, session.run
-        nbytes = self._block_bytes(session)
-        if nbytes is None:
-            return 0
-        wanted = self.hierarchy.want(run[: self._most(nbytes)], layout, nbytes)
-        self._kick()
-        if wanted.short:
-            end = time.monotonic() + self.config.service.wake_deadline_s
-            bringing = self._spawn(self._bring(layout, run, nbytes, end, {}), "kv-prefetch")
-            self._tasks.add(bringing)
-            bringing.add_done_callback(self._tasks.discard)
-        return len(wanted.moves)
-
     def _times(self, ttl_s: float | None, deadline_s: float | None) -> tuple[float, float]:
         """For how long to lease and to wait: the configured times where none are given."""
         service = self.config.service
@@ -135,15 +152,9 @@ class Reading(Works):
         check_seconds("deadline_s", deadline_s, zero=True)
         return ttl_s, deadline_s
 
-    def _block_bytes(self, session: Session) -> int | None:
-        """The size of a session's blocks; None when neither its layout nor a block is known."""
-        if session.layout in self.layouts:
-            return self.layouts[session.layout].block_bytes
-        return next((block.nbytes for block in self.hierarchy.book.live(session.run)), None)
-
     async def _bring(
         self, layout: Fingerprint, run: Run, nbytes: int, end: float,
-        found: dict[BlockKey, Medium],
+        found: dict[BlockKey, Medium], parent: BlockKey | None = None,
     ) -> Why | None:  # fmt: skip
         """Move what is below up until nothing more comes; why the run is not complete.
 
@@ -159,7 +170,8 @@ class Reading(Works):
         try:
             while True:
                 late = time.monotonic() >= end
-                wanted = self.hierarchy.want(run, layout, nbytes, force=late)
+                parents = [parent, *run[:-1]] if run else []
+                wanted = self.hierarchy.want(run, layout, nbytes, late, parents)
                 former, hold = hold, self.hierarchy.hold(run, HOLD_S, self._now())
                 self._let_go(former)
                 self._kick()

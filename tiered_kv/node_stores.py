@@ -48,6 +48,8 @@ class Storing(Works):
                 return Refused(Why.OFFLINE, "blocks of the run are still being erased below")
             answer = self.hierarchy.reserve(run, layout, nbytes, owner, parents, force=late)
             if isinstance(answer, Reservation):
+                if parents is None:  # else a GPU's node makes room, and nobody asked for it
+                    self.recording.note("save", tuple(run), nbytes)
                 return self._hand_out_slots(answer)
             self._kick()
             if answer.why is not Why.DEMOTING or late:
@@ -88,7 +90,9 @@ class Storing(Works):
 
     async def put_session(self, session: Session) -> Sequence[BlockKey]:
         """Create or extend a session; the superseded blocks, which are gone from here now."""
-        superseded = await self.keeper.put(self._check_session(session))
+        session = self._check_session(session)
+        self.leaving.discard(session.id)
+        superseded = await self.keeper.put(session)
         self.keeper.erase(self.hierarchy.forget(superseded))
         return superseded
 

@@ -1,8 +1,8 @@
 """What a node is assembled from: its media, and the steps that touch more than one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiered_kv import records
 from tiered_kv.errors import BadInput
@@ -21,7 +21,8 @@ from tiered_kv.wire import Link
 @dataclass
 class Parts:
     """Made by `assemble`. `specs[0]` is the pool, the others are in `tiers`; a GPU's node has
-    `below`, the link to its host, and `host`, the tier that copies over it."""
+    `below`, the link to its host, and `host`, the tier that copies over it. `rates` has the bytes
+    a second that the self-test of a tier read."""
 
     node_id: str
     incarnation: int
@@ -35,6 +36,7 @@ class Parts:
     folder: Folder | None = None
     alive: Alive | None = None
     notes: tuple[str, ...] = ()
+    rates: Mapping[Medium, float] = field(default_factory=dict)
 
     def open_slots(self, slots: Sequence[int], hierarchy: Hierarchy) -> tuple[int, ...]:
         """Generations of slots that are about to be filled; their former readers will notice."""

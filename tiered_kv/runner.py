@@ -15,7 +15,7 @@ from typing import Any
 from tiered_kv.errors import BadInput, Unreachable
 from tiered_kv.node import Node
 from tiered_kv.types import Reservation
-from tiered_kv.wire import Fetched
+from tiered_kv.wire import Fetched, Found
 
 VERBS = frozenset(
     name for name, _ in inspect.getmembers(Node, asyncio.iscoroutinefunction)
@@ -116,6 +116,9 @@ class Runner:
                 self._begin(concurrent.futures.Future(), "abort", (reservation,), {})
             case Fetched(lease=lease):
                 self._begin(concurrent.futures.Future(), "release", (lease.id,), {})
+            case Found(leases=leases):
+                for lease in leases:
+                    self._begin(concurrent.futures.Future(), "release", (lease.id,), {})
 
     def _end(self) -> None:
         self._open = False

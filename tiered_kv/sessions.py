@@ -153,6 +153,18 @@ class SessionTable:
         else:
             self._active.pop(sid, None)
 
+    def is_active(self, sid: SessionId) -> bool:
+        """Whether somebody reads or writes it."""
+        return self._active[sid] > 0
+
+    def unused(self, since_s: float) -> list[Session]:
+        """Sessions that nobody has used since then, nor uses now. O(sessions)."""
+        return [
+            session
+            for session in self._sessions.values()
+            if session.used_s < since_s and not self.is_active(session.id)
+        ]
+
     def state(self, session: Session, now: float) -> State:
         """Active while somebody reads or writes it, recent for a while after that, then idle."""
         if self._active[session.id]:

@@ -39,6 +39,15 @@ def node(node: "Node") -> dict[str, Any]:
             {"from": str(source), "to": str(target), **asdict(leg)}
             for (source, target), leg in node.mover.legs.items()
         ],
+        "decisions": asdict(node.decisions),
+        "rates": {str(m): round(pace.bytes_per_s) for m, pace in node.mover.paces.items()},
+        "prefetch": {"policy": node.outlooks.policy.name} | asdict(node.outlooks.wasted()),
+        "recording": {
+            "file": node.recording.path,
+            "on": node.recording.on,
+            "requests": node.recording.requests,
+            "left_out": node.recording.left_out,
+        },
         "hits": counts.pop("hit", 0),
         "misses": {k[5:]: n for k, n in sorted(counts.items()) if k.startswith("miss.")},
         "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("miss.")},

@@ -49,6 +49,7 @@ class Why(StrEnum):
     OWNER_DIED = "owner_died"  # the process that reserved it is dead
     UNREACHABLE = "unreachable"  # a process of the service does not answer
     PRESSURE = "pressure"  # dropped without a lower copy, to make room
+    SLOWER = "slower"  # loading it is modelled to take longer than computing it again
 
 
 @dataclass(frozen=True, slots=True)

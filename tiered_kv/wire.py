@@ -2,15 +2,20 @@
 
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tiered_kv.errors import BadInput, StaleHandle
+from tiered_kv.policies.load_or_recompute import Decision
 from tiered_kv.pool import PoolHandle
 from tiered_kv.sessions import Session
-from tiered_kv.types import BlockKey, Lease, Medium, Why
+from tiered_kv.types import BlockKey, Fingerprint, Lease, Medium, Why
 
 HANDLE_BITS = 40
 """A handle is `life_number << 40 | number`: 10^12 of them a life, and none outlives it."""
+
+
+NO_LEASE = 0
+"""The id of an empty lease that pins nothing: there is nothing to release."""
 
 
 def life_number(node_id: str, incarnation: int) -> int:
@@ -74,6 +79,73 @@ class Fetched:
     seconds: float
     checksums: tuple[int | None, ...] = ()
     session: Session | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one rank of an engine wants to know of a request; see `Node.find`.
+
+    `run` has the keys of its complete blocks. `tails[i]` are the names that block i may have as
+    long as it is incomplete, shortest first: one list a block of the run, and at most one more for
+    the block behind it. Without them only complete blocks are found.
+    """
+
+    layout: Fingerprint
+    run: tuple[BlockKey, ...]
+    tails: tuple[tuple[BlockKey, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Answer to `find`: what all ranks hold of a request, and what of it is worth loading.
+
+    `blocks` leading complete blocks are held by every rank, in whatever tier, and behind them the
+    tail `tails[blocks][tail - 1]` (0: none). Worth loading are the blocks `skip` to `skip + load`,
+    a tail counted as one block more. `leases` has one a rank: the leading part of these blocks
+    that is in the pool now; the others are on their way, `fetch` waits for them. An empty lease
+    has the id `NO_LEASE` and needs no release. `found` has the slowest tier of each block to load
+    among the ranks. `decision` has the estimates in seconds; None where there was nothing to
+    decide. `checksums[rank]` has one for each leased block, None where it is not sealed yet.
+    """
+
+    blocks: int
+    tail: int
+    load: int
+    leases: tuple[Lease, ...]
+    found: tuple[Medium, ...]
+    decision: Decision | None
+    checksums: tuple[tuple[int | None, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Answer to `hint`: the session's blocks, and in how many seconds they are expected to be
+    wanted again; infinite for never, None where the hint says nothing about it."""
+
+    run: tuple[BlockKey, ...]
+    return_s: float | None
+
+
+class BlockEvent(NamedTuple):
+    """A copy of a block came to a medium (`stored`) or left it."""
+
+    number: int
+    key: BlockKey
+    medium: Medium
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Answer to `events`. Ask for those from `next` on the next time.
+
+    A reader whose number is below `first` has missed some: it forgets what it knew of this node,
+    and `items` say what is held now.
+    """
+
+    first: int
+    next: int
+    items: tuple[BlockEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from tiered_kv import liveness
 from tiered_kv.config import Config
+from tiered_kv.decisions import Decisions
 from tiered_kv.errors import BadInput, BadLayout
 from tiered_kv.health import Health
 from tiered_kv.hierarchy import Hierarchy
@@ -21,10 +22,23 @@ from tiered_kv.inputs import check_run, short
 from tiered_kv.keepers import BelowKeeper, HostKeeper, Keeper
 from tiered_kv.layout import KVLayout
 from tiered_kv.mover import Mover
+from tiered_kv.outlooks import Outlooks
 from tiered_kv.parts import Parts
+from tiered_kv.policies.prefetch import prefetch
+from tiered_kv.recording import Recording
 from tiered_kv.sessions import Session, check_session
 from tiered_kv.supervise import surviving
-from tiered_kv.types import Done, Failed, Fingerprint, Medium, Move, Outcome, Run
+from tiered_kv.types import (
+    BlockKey,
+    Done,
+    Failed,
+    Fingerprint,
+    Medium,
+    Move,
+    Outcome,
+    Run,
+    SessionId,
+)
 from tiered_kv.wire import Handles, life_number
 
 T = TypeVar("T")
@@ -47,18 +61,25 @@ class Works:
         self.hierarchy = Hierarchy(parts.specs, below=Medium.HOST in parts.tiers)
         self.layouts: dict[Fingerprint, KVLayout] = {}
         self.counts: Counter[str] = Counter()
+        self.decisions = Decisions()
+        self.outlooks = Outlooks(prefetch(config.service.prefetch))
+        self.leaving: set[SessionId] = set()  # they have ended, and go once nobody reads them
         self.handles = Handles(life_number(parts.node_id, parts.incarnation))
         self.health = Health(parts.tiers, self.hierarchy, config.service.move_deadline_s)
+        self.recording = Recording(config.service.record, self.health.remark)
         self.started_s = time.time()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="kv-io")
         self.keeper = self._keeper()
         self._adopt()
-        self.mover = Mover(parts.tiers, parts.medium, parts.pool.generations, self._done)
-        # Three clocks, since each of the others may hang with a medium that hangs.
+        self.mover = Mover(
+            parts.tiers, parts.medium, parts.pool.generations, self._done, parts.rates
+        )
+        # Clocks of their own, since each of the others may hang with a medium that hangs.
         self._tasks: set[asyncio.Task[Any]] = {
             self._spawn(self._every(TICK_S, self._beat), "kv-tick"),
             self._spawn(self._every(TICK_S, self._check_media), "kv-health"),
             self._spawn(self._every(FLUSH_S, self.keeper.flush), "kv-sessions"),
+            self._spawn(self._every(FLUSH_S, self._record), "kv-recording"),
         }
         self._ending: asyncio.Task[None] | None = None
 
@@ -76,11 +97,18 @@ class Works:
     def _check_run(self, layout: Fingerprint, run: Run) -> None:
         """Raise `BadInput` for what is no run, `BadLayout` for blocks of another layout."""
         check_run(run)
+        self._check_blocks(layout, run)
+
+    def _check_blocks(self, layout: Fingerprint, run: Run) -> None:
         for block in self.hierarchy.book.live(run):
             if block.layout != layout:
                 raise BadLayout(
                     f"block {block.key.hex()} has layout {block.layout.hex()}, not {layout.hex()}"
                 )
+
+    def _count(self, event: str, n: int) -> None:
+        if n:
+            self.counts[event] += n
 
     def _check_session(self, session: Session) -> Session:
         """The session as used now. Raises `BadInput`, `BadSession`, `BadLayout`."""
@@ -99,6 +127,19 @@ class Works:
     def _most(self, nbytes: int) -> int:
         """Blocks of this size that the pool can hold at most."""
         return self.hierarchy.book.top.slots.total(nbytes)
+
+    def _in_pool(self, key: BlockKey) -> bool:
+        """Whether a block is in the pool or on its way there."""
+        block, book = self.hierarchy.book.blocks.get(key), self.hierarchy.book
+        return block is not None and (
+            bool(block.mask & book.top.bit) or block.answer is book.coming
+        )
+
+    def _is_here(self, session: Session) -> bool:
+        """A request of a session arrived; whether its blocks should be brought up before they are
+        read."""
+        self.leaving.discard(session.id)
+        return self.outlooks.arrived(session.id, self._now())
 
     def _kick(self) -> None:
         for move in self.hierarchy.due(self._now()):
@@ -146,6 +187,14 @@ class Works:
                 await step()
             if failure:
                 self.health.remark(failure[0])
+
+    async def _record(self) -> None:
+        """Write the requests since the last time, in a thread."""
+        taken = self.recording.take()
+        if taken:
+            why = await self._io(self.recording.write, taken)
+            if why:
+                self.recording.end(why)
 
     async def _beat(self) -> None:
         """Leases, watermarks, owners. Waits for no medium."""

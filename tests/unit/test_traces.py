@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tiered_kv.errors import BadInput, UnknownName
+from tiered_kv.recorded import HEADER, Recorder
 from tiered_kv.sim import claude_code
-from tiered_kv.sim.recorded import HEADER, Recorder
 from tiered_kv.sim.traces import Request, Trace
 from tiered_kv.testing.policies import block_keys
 from tiered_kv.types import BlockKey

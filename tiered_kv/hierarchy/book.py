@@ -2,13 +2,30 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from tiered_kv.errors import BadConfig, BadInput
 from tiered_kv.hierarchy.state import NO_SLOT, Block, TierSpec, TierState
-from tiered_kv.policies.admission import OnDemotion
+from tiered_kv.policies.admission import AdmissionPolicy, OnDemotion
 from tiered_kv.types import Absent, Answer, BlockKey, Coming, Fingerprint, Held, Medium
 
 ABSENT = Absent()
+
+
+class Watch(Protocol):
+    """Who wants to know which copies come and leave. Called on every change: it must be cheap."""
+
+    def stored(self, keys: Iterable[BlockKey], medium: Medium) -> None:
+        """Copies of these blocks came to a tier."""
+        ...
+
+    def removed(self, keys: Iterable[BlockKey], medium: Medium) -> None:
+        """Copies of these blocks left a tier."""
+        ...
+
+    def restart(self) -> None:
+        """A tier was taken out or in: what is held has changed as a whole."""
+        ...
 
 
 class Book:
@@ -23,14 +40,14 @@ class Book:
             raise BadConfig(f"tiers must be one or more different media, not {list(specs)}")
         self.tiers = [TierState(i, spec) for i, spec in enumerate(specs)]
         self.top = self.tiers[0]
-        # what the pool's blocks have to pass on their way down
-        self.gate = self.tiers[1].admission if len(self.tiers) > 1 else OnDemotion(0)
+        self.gate = self._gate()
         self.below = below
         self.below_online = below
         self.blocks: dict[BlockKey, Block] = {}
         self.buried: set[Block] = set()  # gone, and still pinned: their slots wait
         self.counts: Counter[str] = Counter()
         self.blank = [NO_SLOT] * len(self.tiers)
+        self.watch: Watch | None = None
         self.outage = False  # whether a tier is offline
         self.answers: list[Answer] = []
         self.coming = Coming(self.top.spec.medium)
@@ -59,16 +76,26 @@ class Book:
             self.answers.append(Held(media) if media else ABSENT)
         for block in self.blocks.values():
             self.answer(block)
+        if self.watch is not None:
+            self.watch.restart()
 
     def answer(self, block: Block) -> None:
         """Set what `lookup` says of a block. What is coming stays so until its move has landed."""
         if not (block.move and block.answer is self.coming):
             block.answer = self.answers[block.mask]
 
+    def fit(self, nbytes: int) -> None:
+        """The first block is about to come: policies learn how many of its size there may be."""
+        for tier in self.tiers:
+            tier.fit(nbytes)
+        self.gate = self._gate()
+
     def add(
         self, key: BlockKey, parent_key: BlockKey | None, nbytes: int, layout: Fingerprint
     ) -> Block:
         """A new block without a copy yet, attached to its parent where that is known."""
+        if not self.blocks:
+            self.fit(nbytes)
         block = Block(key, parent_key, nbytes, layout, self.blank[:], ABSENT)
         self.blocks[key] = block
         if parent_key is not None:
@@ -82,6 +109,8 @@ class Book:
         block.slots[tier.index] = slot
         self._reside(block, block.mask | tier.bit)
         self.answer(block)
+        if self.watch is not None:
+            self.watch.stored((block.key,), tier.spec.medium)
 
     def lose(self, block: Block, tier: TierState) -> None:
         """A copy leaves and its slot is free. The block itself may now be nowhere: see `drop`."""
@@ -90,6 +119,8 @@ class Book:
         block.slots[tier.index] = NO_SLOT
         self._reside(block, block.mask & ~tier.bit)
         self.answer(block)
+        if self.watch is not None:
+            self.watch.removed((block.key,), tier.spec.medium)
 
     def drop(self, block: Block) -> int:
         """Take a block out with all that descends from it, so that no orphan stays; how many.
@@ -117,6 +148,8 @@ class Book:
             del blocks[block.key]
             block.gone = True
             block.mask = 0
+        if self.watch is not None:
+            self.watch.removed([block.key for block in leaves], tier.spec.medium)
 
     def orphaned(self, block: Block) -> bool:
         """Whether its parent is not here."""
@@ -134,6 +167,10 @@ class Book:
         if n:
             self.counts[event] += n
 
+    def _gate(self) -> AdmissionPolicy:
+        """What the pool's blocks have to pass on their way down."""
+        return self.tiers[1].admission if len(self.tiers) > 1 else OnDemotion(0)
+
     def _take_out(self, block: Block) -> None:
         block.detach()
         for child in block.children():
@@ -142,6 +179,8 @@ class Book:
         for tier in self.tiers:
             if block.mask & tier.bit:
                 tier.policy.remove((block.key,))
+                if self.watch is not None:
+                    self.watch.removed((block.key,), tier.spec.medium)
         block.gone = True
         if block.pins:
             self.buried.add(block)

@@ -11,6 +11,7 @@ from tiered_kv.hierarchy.landing import Flight
 from tiered_kv.hierarchy.room import Room
 from tiered_kv.hierarchy.state import Block, TierSpec
 from tiered_kv.hierarchy.stores import Stores
+from tiered_kv.policies.base import Expecting
 from tiered_kv.types import (
     Answer,
     BlockKey,
@@ -136,6 +137,10 @@ class Hierarchy:
         """Slots of an open reservation. Raises `StaleHandle` for one that has ended."""
         return self._stores.filling(reservation)
 
+    def reserving(self, keys: Run) -> bool:
+        """Whether an open reservation will bring one of these blocks. O(reserved blocks)."""
+        return self._stores.reserving(set(keys))
+
     def abort(self, reservation: int) -> None:
         """Give all slots back. Raises `StaleHandle` for a reservation that has ended."""
         self._stores.abort(reservation)
@@ -150,10 +155,19 @@ class Hierarchy:
 
     # -- reading --------------------------------------------------------------------------
 
-    def lease(self, run: Run, ttl_s: float, now: float) -> Lease:
+    def used(self, run: Run) -> None:
+        """A request uses these blocks of one run: what the top tier holds of them is noted."""
+        bit = self.book.top.bit
+        keys = [block.key for block in self.book.live(run) if block.mask & bit]
+        if keys:
+            self.book.top.policy.use(keys)
+            self.book.gate.used(keys)
+
+    def lease(self, run: Run, ttl_s: float, now: float, *, again: bool = False) -> Lease:
         """Pin the leading blocks of a run that the top tier holds. May be empty.
 
-        They stay where they are until released or until `ttl_s` seconds have passed.
+        They stay where they are until released or until `ttl_s` seconds have passed. A lease is a
+        use, unless it is for a request whose use was noted before (`again`).
         """
         if not ttl_s > 0:
             raise BadInput(f"ttl_s must be positive, not {ttl_s}")
@@ -166,7 +180,7 @@ class Hierarchy:
             block.pins += 1
             blocks.append(block)
         keys = tuple(run[: len(blocks)])
-        if blocks:
+        if blocks and not again:
             top.policy.use(keys)
             self.book.gate.used(keys)
         self._ids += 1
@@ -218,6 +232,19 @@ class Hierarchy:
         if len(set(run)) != len(run):
             raise BadInput("a key is named twice in one run")
         return self._flow.restore(run, parents, nbytes, layout, force)
+
+    def expect(self, run: Run, return_s: float) -> None:
+        """Hint: a request of this run is over, and its session is expected back in `return_s`
+        seconds (infinite: it has ended). Moves nothing; policies that can use it may let the
+        blocks leave sooner or later. About a step a stretch of blocks of equal history.
+
+        Raises `BadInput` for what is no such time.
+        """
+        if not return_s >= 0:
+            raise BadInput(f"return_s must be 0 or more, not {return_s}")
+        for tier in self.book.tiers:
+            if isinstance(tier.policy, Expecting):
+                tier.policy.expect(run, return_s)
 
     # -- moving ---------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Making room in a tier: who leaves, and how.
 
-Order of sacrifice: copies that a lower tier has too (free), then, where a lower tier can take
-them, demotions (a write), then leaves of the prefix tree (lost, and counted). What is leased,
-moving or reserved never leaves. While a lower tier is offline its copies do not count: blocks
-leave in the order of the policy alone, and those that have a copy there wait for its return.
+Blocks leave in the order of the policy: those that a lower tier has too at once (free), the others
+when they are written there. Who cannot wait for that takes any copies that a lower tier has too,
+then leaves of the prefix tree (lost, and counted). What is leased, moving or reserved never leaves.
+While a lower tier is offline its copies do not count: blocks leave in the order of the policy
+alone, and those that have a copy there wait for its return.
 """
 
 from collections.abc import Iterable
@@ -36,12 +37,16 @@ class Room:
             need = n + floor - tier.slots.room(nbytes)
         if need <= 0:
             return None
+        if not force and self._can_demote(tier):
+            clean = self._clean_in_order(tier, nbytes, need)
+            if len(clean) < need:
+                tier.wanted[nbytes] = max(tier.wanted.get(nbytes, 0), n + floor)
+                return Why.DEMOTING
+            self.release(clean, tier)
+            return None
         clean = self._clean(tier, nbytes, need)
         short = need - len(clean)
         if short > 0:
-            if not force and self._can_demote(tier):
-                tier.wanted[nbytes] = max(tier.wanted.get(nbytes, 0), n + floor)
-                return Why.DEMOTING
             leaves = [] if self._book.outage else self._leaves(tier, nbytes, short)
             if len(leaves) < short:
                 self._put_back(leaves, tier)
@@ -131,10 +136,34 @@ class Room:
             tier.policy.victims(1, lambda key: not blocks[key].pins)
         )
 
+    def _clean_in_order(self, tier: TierState, nbytes: int, n: int) -> list[Block]:
+        """The `n` blocks of this size that are to leave next, up to the first one that a lower
+        tier lacks: it has to be written before its turn is over."""
+        lower, blocks = self._lower_bits(tier), self._book.blocks
+        if not (lower and tier.shared):
+            return []
+        dirty = False
+        found: list[Block] = []
+
+        def free(key: BlockKey) -> bool:
+            nonlocal dirty
+            block = blocks[key]
+            if block.pins or block.nbytes != nbytes:
+                return False
+            dirty = dirty or not block.mask & lower
+            if not dirty:
+                found.append(block)
+            return True
+
+        tier.policy.victims(n, free)
+        return found
+
+    def _lower_bits(self, tier: TierState) -> int:
+        below = self._book.tiers[tier.index + 1 :]
+        return sum(other.bit for other in below if other.online)
+
     def _clean(self, tier: TierState, nbytes: int, n: int) -> list[Block]:
-        lower = 0
-        for other in self._book.tiers[tier.index + 1 :]:
-            lower |= other.bit if other.online else 0
+        lower = self._lower_bits(tier)
         if not (lower and tier.shared):
             return []  # else a tier full of unwritten blocks is searched at each reservation
         blocks = self._book.blocks

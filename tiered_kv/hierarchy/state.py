@@ -9,7 +9,7 @@ from tiered_kv.slots import SlotPool
 from tiered_kv.types import Answer, BlockKey, Fingerprint, Medium, Usage
 
 NO_SLOT = -1
-HINT_BLOCK_BYTES = 2 << 20  # block size for the policies' capacity hint
+HINT_BLOCK_BYTES = 2 << 20  # for the policies' capacity hint, before the first block was seen
 
 
 class Block:
@@ -130,8 +130,8 @@ class TierSpec:
 class TierState:
     """Slots and order of one tier."""
 
-    __slots__ = ("admission", "bit", "index", "leaving", "lower", "online", "policy", "reserved",
-                 "shared", "slots", "spec", "wanted")  # fmt: skip
+    __slots__ = ("admission", "bit", "hint", "index", "leaving", "lower", "online", "policy",
+                 "reserved", "shared", "slots", "spec", "wanted")  # fmt: skip
 
     def __init__(self, index: int, spec: TierSpec) -> None:
         self.index = index
@@ -139,14 +139,23 @@ class TierState:
         self.lower = ~((self.bit << 1) - 1)  # mask of the tiers below
         self.spec = spec
         self.slots = SlotPool(spec.capacity_bytes, spec.slab_bytes, spec.stripes)
-        hint = max(1, self.slots.capacity_bytes // HINT_BLOCK_BYTES)
-        self.policy = eviction(spec.policy, hint)
-        self.admission = admission(spec.admission, hint)
+        self.hint = max(1, self.slots.capacity_bytes // HINT_BLOCK_BYTES)
+        self.policy = eviction(spec.policy, self.hint)
+        self.admission = admission(spec.admission, self.hint)
         self.online = True
         self.leaving: dict[int, int] = {}  # block size -> blocks whose demotion is under way
         self.wanted: dict[int, int] = {}  # block size -> slots that somebody waits for
         self.reserved = 0  # bytes in reservations and incoming moves
         self.shared = 0  # copies here that a tier below has too
+
+    def fit(self, nbytes: int) -> None:
+        """The first blocks are about to come, and have this size: policies whose hint was another
+        begin anew. Only for a hierarchy without a block."""
+        hint = max(1, self.slots.total(nbytes))
+        if hint != self.hint:
+            self.hint = hint
+            self.policy = eviction(self.spec.policy, hint)
+            self.admission = admission(self.spec.admission, hint)
 
     def floor(self, nbytes: int) -> int:
         """Slots of this size that are kept for promotions."""

@@ -39,6 +39,10 @@ class Stores:
         """Bytes that are being filled."""
         return sum(o.reservation.nbytes * len(o.reservation.slots) for o in self._open.values())
 
+    def reserving(self, keys: set[BlockKey]) -> bool:
+        """See `Hierarchy.reserving`."""
+        return any(not keys.isdisjoint(o.reservation.keys) for o in self._open.values())
+
     def guards(self) -> dict[Block, int]:
         """How many open reservations guard a block."""
         guards: dict[Block, int] = {}
@@ -122,6 +126,8 @@ class Stores:
         opened = self._close(reservation)
         book, top = self._book, self._book.top
         blocks, bit, nbytes = book.blocks, top.bit, opened.reservation.nbytes
+        if not blocks and n:
+            book.fit(nbytes)
         index, answer, blank = top.index, book.answers[bit], book.blank
         slots, parents = opened.reservation.slots, opened.parents
         new: list[BlockKey] = []
@@ -155,6 +161,8 @@ class Stores:
             top.slots.give(nbytes, spare)
         top.policy.admit(new, opened.before)
         book.gate.stored(new)
+        if book.watch is not None:
+            book.watch.stored(new, top.spec.medium)
         book.count("stores", len(new))
         return new
 

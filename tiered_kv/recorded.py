@@ -2,6 +2,9 @@
 
 JSON lines. The first says what it is, `{"trace": "tiered_kv", "version": 1}`; each other one is a
 request, `{"t": seconds, "keys": "32 hex digits a block", "block_bytes": bytes}`, in order of time.
+A node also writes the `"verb"`: what reads (`find`, `wake`) and what stores (`save`) are requests
+of their own, so a turn of a chat is two of them.
+
 Keys are keyed hashes, so that nothing can be read from them without the secret they were made
 with; equal keys mean an equal whole prefix, as everywhere.
 """
@@ -25,9 +28,11 @@ class Recorder:
         self._file = file
         file.write(json.dumps(HEADER) + "\n")
 
-    def write(self, at_s: float, run: Run, block_bytes: int) -> None:
+    def write(self, at_s: float, run: Run, block_bytes: int, verb: str = "") -> None:
         """One request. Raises `OSError`."""
         line = {"t": round(at_s, 6), "keys": b"".join(run).hex(), "block_bytes": block_bytes}
+        if verb:
+            line["verb"] = verb
         self._file.write(json.dumps(line) + "\n")
 
 
