@@ -44,6 +44,10 @@ class RayNode:
         """Ray names of its GPU actors: one a GPU, or one CPU stand-in."""
         return [f"gpu-{self.id}-{i}" for i in range(max(1, int(self.resources.get("GPU", 0))))]
 
+    def gpus_with(self, config: Config) -> list[str]:
+        """`gpus`, or none where engines keep the GPUs' memory to themselves."""
+        return self.gpus if config.hbm.bytes else []
+
 
 def ray_nodes() -> list[RayNode]:
     """All alive nodes in a stable order. One call to the GCS."""
@@ -78,6 +82,9 @@ def start(config: Config, nodes: Sequence[RayNode], build: Build | None = None) 
         "get_if_exists": True,
         "max_restarts": -1,
         "num_cpus": 0,
+        # Said, because whoever starts the service may run in a placement group that captures its
+        # children, as Serve's replicas do: the service would end with it.
+        "scheduling_strategy": "DEFAULT",
     }
     Coordinator.options(name=COORDINATOR, **common).remote(bare)
     shares = _shares(nodes, config.service.namespace)
@@ -86,7 +93,7 @@ def start(config: Config, nodes: Sequence[RayNode], build: Build | None = None) 
         NodeActor.options(name=node.actor, **here | _little(node)).remote(
             bare, node.actor, shares[node.id], build
         )
-        for index, name in enumerate(node.gpus):
+        for index, name in enumerate(node.gpus_with(config)):
             options, own = _gpu(bare, node, index)
             GpuActor.options(name=name, **here | options).remote(own, name, node.actor, index)
 

@@ -73,10 +73,11 @@ def ensure(
     end = time.monotonic() + wait_s
     nodes = fleet.ray_nodes()
     usable = [node for node in nodes if node.usable]
-    expected = [COORDINATOR, *(n.actor for n in usable), *(g for n in usable for g in n.gpus)]
+    wanted = [name for node in usable for name in (node.actor, *node.gpus_with(config))]
+    expected = [COORDINATOR, *wanted]
     links = {name: RayLink(name, namespace) for name in expected}
     _wait_all(links, lambda: fleet.start(config, usable, build), end, say or (lambda line: None))
-    members = _wait_announced(links[COORDINATOR], usable, end)
+    members = _wait_announced(links[COORDINATOR], wanted, end)
     return Up(
         namespace, embedded, tuple(members),
         tuple(n.id for n in nodes if not n.usable), tuple(_differences(config, links)),
@@ -141,11 +142,11 @@ def _wait_all(links: dict[str, RayLink], start: Callable[[], None], end: float, 
             time.sleep(POLL_S)
 
 
-def _wait_announced(coordinator: RayLink, nodes: list[fleet.RayNode], end: float) -> list[Member]:
+def _wait_announced(coordinator: RayLink, wanted: list[str], end: float) -> list[Member]:
     while True:
         members: list[Member] = coordinator.call("members", timeout_s=PING_S)
         seen = {name for m in members for name in (m.actor, *m.gpus)}
-        missing = [n for node in nodes for n in (node.actor, *node.gpus) if n not in seen]
+        missing = [name for name in wanted if name not in seen]
         if not missing:
             return members
         if time.monotonic() > end:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 _TESTS = Path(__file__).parent
-_LAYERS = ("integration", "fault")
+_LAYERS = ("integration", "fault", "engine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

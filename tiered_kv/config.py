@@ -19,7 +19,7 @@ class Hbm:
     bytes: Size = Size(512 << 20)
     high: float = 0.90
     low: float = 0.80
-    policy: str = "lru"
+    policy: str = "adaptive"
     slab_bytes: Size = Size(0)  # 0: chosen from the capacity
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     verify: float = 0.02  # share of the copies to and from DRAM whose bytes are compared
@@ -32,7 +32,7 @@ class Dram:
     bytes: Size = Size(1 << 30)
     high: float = 0.85
     low: float = 0.75
-    policy: str = "lru"
+    policy: str = "adaptive"
     restore_floor: float = 0.05  # share that only promotions may take
     slab_bytes: Size = Size(0)  # 0: chosen from the capacity
     folder: str = ""  # "": /dev/shm/tiered_kv-<uid>
@@ -45,7 +45,7 @@ class Nvme:
     bytes: Size = Size(4 << 30)
     high: float = 0.90
     low: float = 0.85
-    policy: str = "lru"
+    policy: str = "adaptive"
     admission: str = "on_demotion"  # what is written: on_demotion, write_behind, second_use
     folder: str = ""  # "": $XDG_CACHE_HOME/tiered_kv/nvme; holds identity, lock and index
     devices: tuple[str, ...] = ()  # more folders, one a drive, to stripe over

@@ -19,6 +19,7 @@ from tiered_kv.hosts import host_identity
 from tiered_kv.joining import join
 from tiered_kv.policies.placement import Candidate, placement
 from tiered_kv.raylink import RayLink, reason
+from tiered_kv.residence import Residence
 from tiered_kv.sessions import session_id
 from tiered_kv.settings import load
 from tiered_kv.types import Medium
@@ -82,6 +83,20 @@ class Cluster:
             self._placed.move_to_end(sid)
             if len(self._placed) > MAX_REMEMBERED:
                 self._placed.popitem(last=False)
+        return found
+
+    def where(self, session: str) -> Member | None:
+        """Who holds a session, as far as the coordinator knows; None for one that nobody has
+        saved. One actor call. Raises `BadSession` and `Unreachable`."""
+        found: Member | None = self._ask("where", session_id(session))
+        return found
+
+    def resident(self, member: Member, session: str) -> Residence:
+        """How much of a session a member holds. One actor call. Raises `BadSession`,
+        `UnknownSession` and `Unreachable`."""
+        found: Residence = self._link(member.actor).call(
+            "resident", session_id(session), timeout_s=ASK_S
+        )
         return found
 
     def link(self, to: Member | Placement, medium: Medium = Medium.DRAM, index: int = 0) -> RayLink:

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import ray
 from cluster_kit import (
     CALL_S,
     Engine,
@@ -13,12 +14,14 @@ from cluster_kit import (
     node_status,
     until,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tiered_kv import connecting
 from tiered_kv.actors import fleet
 from tiered_kv.actors.launch import Down, down, ensure, up
 from tiered_kv.connecting import Cluster
 from tiered_kv.errors import BadInput, DoesNotFit, FolderInUse, Unreachable
+from tiered_kv.raylink import RayLink
 from tiered_kv.sizes import Size
 from tiered_kv.types import Medium
 
@@ -166,6 +169,32 @@ def test_connect_starts_a_service_where_ray_runs_and_leaves_it_running(other):
     one.close()
     assert "coordinator" in fleet.named("kv-other")
     assert connecting.connect(other, embedded=False).members() == one.members()
+
+
+def test_a_service_outlives_the_placement_group_of_who_started_it(other):
+    group = ray.util.placement_group([{"CPU": 0.1}])
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    starting = ray.remote(num_cpus=0.1)(ensure).options(scheduling_strategy=inside)
+    ray.get(starting.remote(other), timeout=120)
+    before = about_all(other)
+    ray.util.remove_placement_group(group)
+    until(lambda: ray.util.placement_group_table(group)["state"] == "REMOVED", "removed")
+    assert about_all(other) == before
+
+
+def about_all(config):
+    """Pids of the coordinator and of all nodes."""
+    links = [RayLink(name, config.service.namespace) for name in fleet.named("kv-other")]
+    return [link.call("status", timeout_s=CALL_S).get("pid") for link in links]
+
+
+def test_without_hbm_there_are_no_gpu_actors(other):
+    engines_own_it = replace(other, hbm=replace(other.hbm, bytes=Size(0)))
+    [member] = up(engines_own_it).members
+    assert member.gpus == ()
+    assert [name.split("-")[0] for name in fleet.named("kv-other")] == ["coordinator", "node"]
+    with connecting.connect(engines_own_it) as joined:
+        assert joined.link_for("s").actor == member.actor
 
 
 def test_embedded_inside_a_joined_cluster_is_a_contradiction(cluster):

@@ -10,7 +10,8 @@ from tiered_kv.errors import BadInput
 from tiered_kv.sim import models, profiles, reference
 from tiered_kv.sim.description import Workload
 from tiered_kv.sim.mooncake import requests
-from tiered_kv.sim.plan import CONFIGURATIONS, Row, Targets, cheapest, document, plan
+from tiered_kv.sim.plan import CONFIGURATIONS, Targets, cheapest, plan
+from tiered_kv.sim.plan_rows import Row, document
 from tiered_kv.sim.report_html import distribution, line_chart, page
 
 WORK = Workload(sessions=60, tool_share=1.0)
@@ -89,6 +90,34 @@ def test_more_nodes_hold_more_and_cost_more() -> None:
     assert two.name.endswith("x 2")
     assert two.usd_per_month == pytest.approx(2 * one.usd_per_month, rel=0.01)
     assert one.held == two.held == 60
+
+
+def test_ten_thousand_sessions_sleep_beyond_the_node() -> None:
+    work = Workload(10_000, 8192, 10_240, tool_share=0.0).slower(80.0)
+    profile, model = profiles.load("designed-for"), models.model("llama-3.1-70b")
+    (far,) = plan(
+        profile, model, work, Targets(sessions=10_000), configurations=CONFIGURATIONS[5:],
+        block_tokens=2560, warm_s=6000.0, window_s=300.0,
+    )  # fmt: skip
+    assert profile.nvme is not None
+    node = profile.hbm_bytes + profile.dram.bytes + profile.nvme.bytes
+    assert node < 0.7 * 10_000 * 8192 * model.kv_bytes
+    assert far.held == 10_000
+    assert not far.missed
+    assert far.wake_p99_s < 2.0
+    assert far.outcome.samples[-1].used_bytes["s3"] > 5e12
+    assert {"remote", "s3"} & {name for name, _ in far.outcome.wakes}
+
+
+def test_configurations_in_processes_of_their_own_come_to_the_same(rows: list[Row]) -> None:
+    steps: list[tuple[int, int]] = []
+    again = plan(
+        profiles.load("h100"), models.model("llama-3.1-70b"), WORK, Targets(sessions=60),
+        configurations=[CONFIGURATIONS[0], *CONFIGURATIONS[2:4]], warm_s=120.0, window_s=120.0,
+        jobs=2, progress=lambda _, done, total: steps.append((done, total)),
+    )  # fmt: skip
+    assert again == rows
+    assert steps == [(i, 3) for i in range(4)]
 
 
 def test_the_document_is_plain_json_without_infinities(rows: list[Row]) -> None:

@@ -23,7 +23,7 @@ from cli_kit import (
 )
 
 from tiered_kv import machine
-from tiered_kv.bench import churn, hierarchy, io, load_or_recompute
+from tiered_kv.bench import churn, hierarchy, io, load_or_recompute, replay
 from tiered_kv.bench.report import Result
 from tiered_kv.cli import checks, checks_disk, tables
 from tiered_kv.cli import demo as demo_command
@@ -37,6 +37,7 @@ from tiered_kv.folder import Folder
 from tiered_kv.gpus import Gpu
 from tiered_kv.local import local
 from tiered_kv.settings import load
+from tiered_kv.sim.traces import Trace
 
 
 def walk(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -121,7 +122,7 @@ def test_overrides_win_over_the_file_and_hold_elsewhere_in_the_process_only_mean
         assert (dram.bytes, dram.policy, dram.low) == (2 << 20, "fifo", 0.25)
         assert dram == options.config().dram
     assert load().dram.low == 0.5
-    assert load().dram.policy == "lru"
+    assert load().dram.policy == "adaptive"
 
 
 # Errors
@@ -362,7 +363,7 @@ def test_bench_io_prints_one_document_and_removes_its_files(tmp_path: Path) -> N
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """With what each benchmark was run; none is."""
     calls: dict[str, dict[str, Any]] = {}
-    for module in (io, hierarchy, churn, load_or_recompute):
+    for module in (io, hierarchy, churn, load_or_recompute, replay):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
 
         def run(name: str = name, **options: Any) -> list[Result]:
@@ -381,7 +382,12 @@ def test_benchmarks_get_their_options_and_the_configuration(
     assert call("bench", "hierarchy", "--seconds", "3.5", *changed).code == 0
     assert call("bench", "churn", "--minutes", "0.5", "--no-ray", *changed).code == 0
     assert call("bench", "io", "--rounds", "7", "--sizes", "1MiB,2MiB", "--folder", "f").code == 0
+    assert (
+        call("bench", "replay", "--trace", "f", "--format", "recorded", "--blocks", "7").code == 0
+    )
     assert measured["hierarchy"]["seconds"] == 3.5
+    assert measured["replay"]["trace"] == Trace(Path("f"), "recorded")
+    assert (measured["replay"]["policy"], measured["replay"]["blocks"]) == ("lru", 7)
     assert measured["churn"]["minutes"] == 0.5
     assert measured["churn"]["connect"] is demo_command.within
     assert measured["hierarchy"]["dram"] == measured["churn"]["dram"] == 9 << 20
@@ -397,7 +403,7 @@ def test_all_benchmarks_leave_a_file_each(
     assert ended.code == 0
     files = sorted((tmp_path / "results").iterdir())
     assert [file.name for file in files] == [
-        "churn.json", "hierarchy.json", "io.json", "load-or-recompute.json",
+        "churn.json", "hierarchy.json", "io.json", "load-or-recompute.json", "replay.json",
     ]  # fmt: skip
     for file in files:
         (result,) = json.loads(file.read_text())["results"]

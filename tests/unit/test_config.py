@@ -108,7 +108,7 @@ def test_lists_and_numbers_are_read_from_the_environment():
         ({"dram": {"bytes": "much"}}, "dram.bytes: 'much' is not a size"),
         ({"dram": {"bytes": -5}}, "dram.bytes: size -5"),
         ({"dram": {"bytes": 4096}}, "dram.bytes 4KiB is below 1MiB"),
-        ({"hbm": {"bytes": 0}}, "hbm.bytes 0B is below 1MiB"),
+        ({"hbm": {"bytes": 1}}, "hbm.bytes 1B is neither 0 nor at least 1MiB"),
         ({"nvme": {"bytes": 1}}, "nvme.bytes 1B is neither 0 nor at least 1MiB"),
         ({"dram": {"high": "tall"}}, "dram.high: 'tall' is not float"),
         ({"dram": {"high": 0.1}}, r"dram: need 0 < low <= high <= 1, not low 0.75 and high 0.1"),
@@ -141,6 +141,9 @@ def test_lists_and_numbers_are_read_from_the_environment():
         ({"service": {"wake_deadline_s": float("nan")}}, "service.wake_deadline_s nan"),
         ({"service": {"move_deadline_s": float("inf")}}, "service.move_deadline_s inf"),
         ({"service": {"lease_ttl_s": 10**9}}, "service.lease_ttl_s 1000000000"),
+        ({"service": {"prefetch": "guess"}}, "service.prefetch 'guess' is not one of none, on_pre"),
+        ({"service": {"session_ttl_s": -1}}, "service.session_ttl_s -1"),
+        ({"service": {"session_ttl_s": float("nan")}}, "service.session_ttl_s nan"),
         ({"service": {"gpu_fraction": 0}}, "service.gpu_fraction 0"),
         ({"service": {"namespace": ""}}, "service.namespace '' is empty"),
         (

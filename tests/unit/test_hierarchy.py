@@ -488,6 +488,53 @@ def test_redundant_copies_leave_a_full_lower_tier_tail_first() -> None:
     assert media(h, cold) == [(DRAM, NVME)]
 
 
+def test_a_redundant_copy_stays_while_its_child_is_on_its_way_down() -> None:
+    h, run, other = two_tiers(6, nvme=3), run_of("a", 3), run_of("b", 1)
+    store(h, run)
+    persisted(h, run[:1])
+    store(h, other)
+    h.persist(run)
+    under_way = h.due(0)
+    assert h.persist(other) == [], "there is no room that could be made now"
+    assert media(h, run[:1]) == [(DRAM, NVME)]
+    carry_out(h, under_way)
+    assert media(h, run) == [(DRAM, NVME)] * 3
+
+
+def test_clean_copies_do_not_leave_before_their_turn() -> None:
+    h, old, new = two_tiers(6), run_of("a", 3), run_of("b", 3)
+    store(h, old)
+    store(h, new)
+    persisted(h, new)
+    assert refused(h, run_of("c", 2)) is Why.DEMOTING
+    carry_out(h, h.due(0))
+    store(h, run_of("c", 2))
+    assert media(h, new) == [(DRAM, NVME)] * 3
+    assert media(h, old) == [(DRAM, NVME), (NVME,), (NVME,)]
+
+
+def test_who_cannot_wait_takes_clean_copies_before_their_turn_and_loses_nothing() -> None:
+    h, old, new = two_tiers(6), run_of("a", 3), run_of("b", 3)
+    store(h, old)
+    store(h, new)
+    persisted(h, new)
+    store(h, run_of("c", 2), force=True)
+    assert media(h, old) == [(DRAM,)] * 3
+    assert media(h, new) == [(DRAM, NVME), (NVME,), (NVME,)]
+
+
+def test_policies_are_told_how_many_blocks_of_the_first_size_may_come() -> None:
+    h = two_tiers(6, nvme=12, policy="adaptive")
+    assert [tier.hint for tier in h.book.tiers] == [1, 1], "as if blocks had 2 MiB"
+    store(h, run_of("a", 3))
+    assert [tier.hint for tier in h.book.tiers] == [6, 12]
+    policies = [tier.policy for tier in h.book.tiers]
+    store(h, run_of("b", 2))
+    h.forget(run_of("a", 3) + run_of("b", 2))
+    store(h, run_of("a", 3))
+    assert policies == [tier.policy for tier in h.book.tiers], "what was learned stays"
+
+
 def test_the_most_urgent_moves_come_first() -> None:
     h, run = two_tiers(6), run_of("a", 2)
     only_below(h, run)

@@ -258,5 +258,5 @@ def test_adaptive_forgets_what_it_evicted_in_the_end() -> None:
         policy.admit(block_keys(5, f"{i}-"), ())
         evict(policy, len(policy) - 20)
     assert len(policy._ghosts) <= 40
-    assert len(policy._eras) < 100
+    assert len(policy._forecast._eras) < 100
     assert len(policy._order) < 1000

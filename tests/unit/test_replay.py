@@ -7,10 +7,12 @@ import pytest
 from cli_kit import call
 
 from tiered_kv.bench.hierarchy import reference, workload
+from tiered_kv.cli import plots
+from tiered_kv.cli import replay as replay_command
 from tiered_kv.errors import BadInput, UnknownName
 from tiered_kv.hierarchy import check
 from tiered_kv.policies import EVICTION
-from tiered_kv.sim.replay import BY_THE_BLOCK, OneTier, replay
+from tiered_kv.sim.replay import BY_THE_BLOCK, OneTier, Replayed, replay
 from tiered_kv.sim.sweep import Task, sweep, tasks_of
 from tiered_kv.sim.traces import Trace
 from tiered_kv.testing.policies import block_keys
@@ -130,6 +132,55 @@ def test_the_command_names_its_results_by_file_policy_and_size(trace: Path) -> N
     assert found["replay/three/lru/30"]["unit"] == "%"
     rows = [line.split(",")[:2] for line in table.read_text().splitlines()]
     assert rows[:2] == [["policy", "blocks"], ["lru", "10"]]
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(("sizes", "panels"), [("10,30", 2), ("10", 1)])
+def test_the_plot_shows_curves_and_what_two_tiers_held(
+    trace: Path, sizes: str, panels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[plots.Tiers | None] = []
+    draw = plots.draw
+
+    def keep(to: str, title: str, found: list[Replayed], tiers: plots.Tiers | None) -> None:
+        drawn.append(tiers)
+        draw(to, title, found, tiers)
+
+    monkeypatch.setattr(plots, "draw", keep)
+    for suffix, begin in ((".png", PNG), (".svg", b"<?xml")):
+        picture = trace.with_suffix(suffix)
+        done = call("replay", str(trace), "--policy", "fifo,adaptive", "--blocks", sizes,
+                    "--jobs", "1", "--plot", str(picture), "--block-bytes", "1MiB")  # fmt: skip
+        assert done.code == 0, done
+        assert picture.read_bytes().startswith(begin)
+    tiers = drawn[0]
+    assert (tiers is not None) == (panels == 2)
+    if tiers is not None:
+        assert (tiers.policy, tiers.dram_blocks, tiers.nvme_blocks) == ("fifo", 10, 30)
+        assert int(tiers.block_bytes) == 1 << 20
+        assert [fill.at_s for fill in tiers.fills] == [i / 1000 for i in range(30)]
+        assert tiers.fills[0][1:] == (3, 0)
+        assert all(fill.dram_blocks <= 10 and fill.nvme_blocks <= 30 for fill in tiers.fills)
+        assert tiers.fills[-1].dram_blocks == 10
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "does not end in .pdf, .png, .svg" in call("replay", str(trace), "--plot", "x").failed(2)
+    monkeypatch.setattr(replay_command, "find_spec", lambda name: None)
+    ended = call("replay", str(trace), "--plot", "x.png")
+    assert "--plot needs matplotlib: pip install 'tiered-kv[plot]'" in ended.failed(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [("a.jsonl", "a"), ("a.jsonl.gz", "a"), ("a", "a"), (".a.jsonl", "a"), ("...", "...")],
+)
+def test_results_are_named_by_the_file_without_all_of_its_suffixes(name: str, stem: str) -> None:
+    assert Trace(Path("some.folder") / name, "mooncake").name == stem
 
 
 @pytest.mark.parametrize(

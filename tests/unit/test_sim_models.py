@@ -46,9 +46,19 @@ def test_a_config_file_and_its_folder_give_the_same_model(tmp_path: Path) -> Non
     assert models.model(str(tmp_path)).params == models.model("llama-3.1-8b").params
 
 
-def test_sliding_windows_are_counted_in_full_and_said_so() -> None:
-    config = models.BUILT_IN["qwen3-32b"] | {"sliding_window": 4096}
+@pytest.mark.parametrize(
+    "fields",
+    [{"sliding_window": 4096}, {"layer_types": ["full_attention", "linear_attention"]},
+     {"layer_types": ["sliding_attention"]}],
+)  # fmt: skip
+def test_windows_and_linear_attention_are_counted_in_full_and_said_so(fields: dict) -> None:
+    config = models.BUILT_IN["qwen3-32b"] | fields
     assert "upper bound" in models.from_config("windowed", config).notes[0]
+
+
+def test_a_window_that_is_not_used_is_not_mentioned() -> None:
+    config = models.BUILT_IN["qwen3-32b"] | {"sliding_window": 4096, "use_sliding_window": False}
+    assert models.from_config("whole", config).notes == ()
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from dataclasses import replace
 import pytest
 
 from tiered_kv.errors import BadInput
+from tiered_kv.policies.load_or_recompute import Hit, Prefill, modelled_s
 from tiered_kv.sim import models, profiles
+from tiered_kv.sim.clock import Clock
 from tiered_kv.sim.description import Workload
-from tiered_kv.sim.machine import Setup
+from tiered_kv.sim.machine import Machine, Setup
 from tiered_kv.sim.profiles import Profile
-from tiered_kv.sim.simulate import Outcome, idle_wake_s, simulate
+from tiered_kv.sim.simulate import Outcome, idle_wake_s, percentile, simulate
 from tiered_kv.sim.workload import generate
 from tiered_kv.types import Medium
 
@@ -76,7 +78,6 @@ def test_a_server_without_admission_runs_out_of_memory_and_starts_again() -> Non
 def test_blocks_and_moves_leave_the_hierarchy_consistent() -> None:
     from tiered_kv.hierarchy.verify import check
     from tiered_kv.sim.chats import Chats
-    from tiered_kv.sim.clock import Clock
     from tiered_kv.sim.serving import Server
 
     clock = Clock()
@@ -93,16 +94,29 @@ def test_an_8k_sequence_wakes_as_fast_as_published(medium: Medium, published_ms:
     assert wake_ms == pytest.approx(published_ms, rel=0.03)
 
 
+@pytest.mark.parametrize("medium", BOTH)
+def test_an_idle_wake_takes_as_long_as_the_decision_expects(medium: Medium) -> None:
+    setup = Setup(PROFILE, MODEL)
+    machine = Machine(Clock(), setup)
+    link = machine.traffic.link(*machine.path(medium, True))
+    hit = Hit(16, setup.block_tokens, setup.block_bytes, new_tokens=0)
+    expected = modelled_s(16, hit, [link], Prefill(0.0))
+    assert idle_wake_s(setup, 16 * setup.block_tokens, medium) == pytest.approx(expected, rel=1e-3)
+
+
 def test_loading_is_chosen_only_where_it_is_faster_than_recomputing() -> None:
     assert PROFILE.nvme is not None
     slow = replace(smaller(), nvme=replace(smaller().nvme, read_bytes_per_s=0.2e9))  # type: ignore[type-var]
-    chosen = run(Setup(slow, MODEL, tiers=BOTH))
-    assert chosen.chosen_recompute > 0
-    # the end of a session alone may still be worth its time; a session is not
+    setup, work = Setup(slow, MODEL, tiers=BOTH), replace(SMALL, sessions=20)
+    chosen, loading = run(setup, work), run(setup, work, choose=False)
+    # What is loaded all the same is short: the end of a session, or while the GPUs are busy.
     loaded = [seconds for name, seconds in chosen.wakes if name is Medium.NVME]
-    assert len(loaded) * 10 < chosen.chosen_recompute
+    assert len(loaded) * 5 < chosen.chosen_recompute
+    assert any(name is Medium.DRAM for name, _ in chosen.wakes)  # the part that is worth it
     whole_s = 8192 * MODEL.kv_bytes / 0.2e9
     assert all(seconds < whole_s / 4 for seconds in loaded)
+    assert len(chosen.ttft_s) > 5 * len(loading.ttft_s)
+    assert percentile(chosen.ttft_s, 0.99) < percentile(loading.ttft_s, 0.01)
 
 
 def test_a_generated_workload_is_served_as_a_trace() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from tiered_kv.errors import BadInput, UnknownName
 from tiered_kv.recorded import HEADER, Recorder
 from tiered_kv.sim import claude_code
+from tiered_kv.sim.replay import replay
 from tiered_kv.sim.traces import Request, Trace
 from tiered_kv.testing.policies import block_keys
 from tiered_kv.types import BlockKey
@@ -61,6 +63,27 @@ def test_a_stream_is_read_no_further_than_it_is_asked_for(tmp_path: Path) -> Non
     file = tmp_path / "t.jsonl"
     file.write_text("".join(mooncake_line(i, [i]) for i in range(20_000)) + "garbage\n")
     assert len(list(islice(Trace(file, "mooncake"), 10_000))) == 10_000
+
+
+@pytest.mark.parametrize("form", ["mooncake", "recorded"])
+def test_a_long_stream_is_replayed_in_the_memory_of_its_cache(tmp_path: Path, form: str) -> None:
+    file, requests, blocks = tmp_path / "t.jsonl", 8_000, 50
+    with file.open("w") as out:
+        recorder = Recorder(out) if form == "recorded" else None
+        for i in range(requests):
+            ids = range(i * blocks, (i + 1) * blocks)
+            if recorder is None:
+                out.write(mooncake_line(i, list(ids)))
+            else:
+                recorder.write(float(i), [BlockKey(j.to_bytes(16, "big")) for j in ids], 1)
+    tracemalloc.start()
+    try:
+        found = replay(Trace(file, form), "lru", 100)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found.requests, found.accesses) == (requests, requests * blocks)
+    assert peak < file.stat().st_size / 3, "400,000 keys would take 20 MB"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """`tiered-kv plan`: how many sessions a node holds, how fast they wake, at what price."""
 
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,8 @@ from tiered_kv.cli.output import Screen, emit, rows, table
 
 if TYPE_CHECKING:
     from tiered_kv.bench.report import Result
-    from tiered_kv.sim.plan import Configuration, Requests, Row
+    from tiered_kv.sim.plan import Requests
+    from tiered_kv.sim.plan_rows import Configuration, Row
 
 
 @click.command()
@@ -82,6 +85,8 @@ if TYPE_CHECKING:
 )
 @click.option("--window", "window_s", type=float, metavar="SECONDS", help="Simulated, measured.")
 @click.option("--seed", default=1, show_default=True, type=int)
+@click.option("--jobs", type=click.IntRange(1), metavar="N",
+              help="Configurations at a time [default: one for each core].")  # fmt: skip
 @click.option("--html", metavar="FILE", help="A report with plots.")
 @click.option("--reference", is_flag=True, help="Reproduce the published reference table.")
 @click.option("--validate", is_flag=True, help="Compare the simulator with the node here.")
@@ -116,14 +121,14 @@ def _reference(screen: Screen, json_to: str | None, given: dict[str, Any]) -> No
     found = reference.rows(
         block_tokens=_or(given["block_tokens"], 256), warm_s=given["warm_s"],
         window_s=given["window_s"],
-        seed=given["seed"], progress=screen.step,
+        seed=given["seed"], jobs=_jobs(given), progress=screen.step,
     )  # fmt: skip
     _show(screen, found)
     _results(screen, reference.results(found), json_to, found)
 
 
 def _plan(screen: Screen, json_to: str | None, given: dict[str, Any]) -> None:
-    from tiered_kv.sim import models, profiles
+    from tiered_kv.sim import models, plan_rows, profiles
     from tiered_kv.sim import plan as planning
 
     model = models.model(given["model_name"], given["weights"], given["kv"])
@@ -137,7 +142,7 @@ def _plan(screen: Screen, json_to: str | None, given: dict[str, Any]) -> None:
         profile, model, work, targets,
         configurations=_configurations(given["tiers"]), nodes=_counts(given["nodes"]),
         block_tokens=_or(given["block_tokens"], 512), seed=given["seed"], warm_s=given["warm_s"],
-        window_s=given["window_s"], progress=screen.step,
+        window_s=given["window_s"], jobs=_jobs(given), progress=screen.step,
     )  # fmt: skip
     for note in model.notes:
         screen.say(f"note: {note}")
@@ -160,7 +165,7 @@ def _plan(screen: Screen, json_to: str | None, given: dict[str, Any]) -> None:
         Path(given["html"]).write_text(text, encoding="utf-8")
         screen.say(f"report: {given['html']}")
     if json_to is not None:
-        _emit(json_to, planning.results(found), found)
+        _emit(json_to, plan_rows.results(found), found)
 
 
 def _work(given: dict[str, Any]) -> Any:
@@ -173,7 +178,7 @@ def _work(given: dict[str, Any]) -> Any:
         from tiered_kv.sim.workload import generate
 
         generate(given["kind"], given["sessions"], given["seed"])  # a wrong name is told now
-        return lambda: generate(given["kind"], given["sessions"], given["seed"])
+        return partial(generate, given["kind"], given["sessions"], given["seed"])
     if given["trace"]:
         return _trace(given["trace"])
     return Workload(
@@ -188,7 +193,7 @@ def _trace(name: str) -> "Requests":
     file = Path(name)
     with file.open():
         pass  # a file that is not there is told now
-    return lambda: requests(file)
+    return partial(requests, file)
 
 
 def _describe(given: dict[str, Any]) -> str:
@@ -220,6 +225,10 @@ def _or(given: int | None, default: int) -> int:
     return default if given is None else given
 
 
+def _jobs(given: dict[str, Any]) -> int:
+    return given["jobs"] or len(os.sched_getaffinity(0))
+
+
 def _counts(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
@@ -249,6 +258,6 @@ def _results(
 def _emit(json_to: str, made: "Sequence[Result]", found: "Sequence[Row]") -> None:
     from tiered_kv.bench import report
     from tiered_kv.machine import facts
-    from tiered_kv.sim.plan import document
+    from tiered_kv.sim.plan_rows import document
 
     emit({**report.document(made, facts(()).as_dict()), "plan": document(found)}, json_to)

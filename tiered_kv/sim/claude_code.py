@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_kv.errors import BadInput
 from tiered_kv.types import BlockKey, Run
@@ -67,21 +67,36 @@ class _Session:
         return tuple(keys)
 
 
-class _Request:
-    __slots__ = ("at_s", "model", "runs", "session")
+class Request(NamedTuple):
+    """One request: when it came, whose it is, its blocks, why and when its answer ended."""
 
-    def __init__(self, at_s: float, session: _Session, model: str, runs: list[list[int]]) -> None:
+    at_s: float
+    run: Run
+    session: str
+    stop: str
+    answered_s: float
+
+
+class _Packed:
+    __slots__ = ("answered_s", "at_s", "model", "runs", "session", "stop")
+
+    def __init__(
+        self, at_s: float, session: _Session, model: str, runs: list[list[int]], stop: str,
+        answered_s: float,
+    ) -> None:  # fmt: skip
         self.at_s, self.session, self.model, self.runs = at_s, session, model, runs
+        self.stop, self.answered_s = stop, answered_s
         session.waiting += 1
 
 
-def requests(file: Path) -> Iterator[tuple[float, Run]]:
-    """Time and keys of each request, in order of time.
+def requests(file: Path) -> Iterator[Request]:
+    """All requests in order of time.
 
     Raises `BadInput` that names file and line, and `OSError`. Memory: all sessions, packed.
     """
-    for request in _ordered(file):
-        yield request.at_s, request.session.unpack(request.model, request.runs)
+    for one in _ordered(file):
+        run = one.session.unpack(one.model, one.runs)
+        yield Request(one.at_s, run, one.session.name, one.stop, one.answered_s)
 
 
 def count(file: Path) -> int:
@@ -89,8 +104,8 @@ def count(file: Path) -> int:
     return len(_ordered(file))
 
 
-def _ordered(file: Path) -> list[_Request]:
-    found: list[_Request] = []
+def _ordered(file: Path) -> list[_Packed]:
+    found: list[_Packed] = []
     number = 0
     try:
         with file.open("rb") as raw:
@@ -114,7 +129,7 @@ def _why(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _line(line: bytes) -> Iterator[_Request]:
+def _line(line: bytes) -> Iterator[_Packed]:
     found: Any = json.loads(line)
     if not isinstance(found, dict):
         raise TypeError("a line is a JSON object")
@@ -124,7 +139,7 @@ def _line(line: bytes) -> Iterator[_Request]:
     yield from _session(str(found["id"]), _seconds("start_s", found["start_s"]), found, bs)
 
 
-def _session(name: str, start_s: float, found: dict[str, Any], bs: int) -> Iterator[_Request]:
+def _session(name: str, start_s: float, found: dict[str, Any], bs: int) -> Iterator[_Packed]:
     shared = (_whole("tool", found["tool"]), _whole("sys", found["sys"]))
     session = _Session(name, shared, bs)
     for number, one in enumerate(found["reqs"]):
@@ -133,7 +148,10 @@ def _session(name: str, start_s: float, found: dict[str, Any], bs: int) -> Itera
             yield from _session(f"{name}/{number}", at_s, one, bs)
         else:
             at_s = start_s + _seconds("the time of a request", one[0])
-            yield _Request(at_s, session, str(one[6]), _runs(one[7]))
+            took_s = 0.0 if one[4] is None else _seconds("the API time of a request", one[4])
+            yield _Packed(
+                at_s, session, str(one[6]), _runs(one[7]), str(one[5] or ""), at_s + took_s
+            )
 
 
 def _runs(found: Any) -> list[list[int]]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tiered_kv.errors import BadInput
+from tiered_kv.policies.links import Link
 from tiered_kv.sim.clock import Clock
 
 LANE_WORKERS = 2
@@ -106,11 +107,11 @@ class Traffic:
         heapq.heappush(self._queues[lane], _Waiting(priority, self._number, flow))
         self._admit(lane)
 
-    def wait_s(self, lane: Lane, legs: Sequence[Leg], nbytes: int) -> float:
-        """When a transfer would end if it were submitted now: an estimate from the bytes that are
-        queued in its lane, as a node can make it from what it measured."""
+    def link(self, lane: Lane, legs: Sequence[Leg]) -> Link:
+        """What a node would know of a lane: how fast it is when alone, and what is queued."""
         alone = min(leg.bytes_per_s for leg in legs)
-        return sum(leg.device.latency_s for leg in legs) + (self._backlog[lane] + nbytes) / alone
+        latency_s = sum(leg.device.latency_s for leg in legs)
+        return Link(alone, latency_s, float(self._backlog[lane]))
 
     def _admit(self, lane: Lane) -> None:
         queue = self._queues[lane]

@@ -8,6 +8,7 @@ of each running sequence and prefills a chunk.
 import heapq
 from dataclasses import dataclass
 
+from tiered_kv.policies.load_or_recompute import Prefill
 from tiered_kv.sim.clock import Clock, Signal
 from tiered_kv.sim.models import ModelSpec
 
@@ -27,9 +28,14 @@ class Rates:
     mfu: float
     mbu: float
 
+    @property
+    def prefill(self) -> Prefill:
+        """Of one sequence alone on the GPUs."""
+        return self.model.prefill(self.flops * self.mfu)
+
     def prefill_s(self, new: float, before: float = 0.0) -> float:
         """Seconds to prefill `new` tokens behind `before` others, alone on the GPUs."""
-        return self.model.prefill_flops(new, before) / (self.flops * self.mfu)
+        return self.prefill.seconds(before, before + new)
 
     def step_s(self, batch: float, context_tokens: float) -> float:
         """Seconds of one decode step of a batch whose contexts add up to so many tokens."""
@@ -85,13 +91,14 @@ class Gpu:
         decode_s, chunk_s = self._times()
         return decode_s + chunk_s
 
-    def prefill_ends_s(self, new: float, before: float) -> float:
-        """How long a prefill would take from now on: behind those that are queued, and sharing
-        each step with the running batch."""
-        queued = sum(one.left_s for one in self._prefills)
+    def outlook(self) -> Prefill:
+        """What a prefill would take from now on: behind those that are queued, and sharing each
+        step with the running batch."""
+        alone, queued_s = self.rates.prefill, sum(one.left_s for one in self._prefills)
         batch = len(self._decodes)
         decode_s = self.rates.step_s(batch, self._context) if batch else 0.0
-        return (queued + self.rates.prefill_s(new, before)) * (1 + decode_s / self._chunk_s)
+        slower = 1 + decode_s / self._chunk_s
+        return Prefill(alone.linear_s * slower, alone.quadratic_s * slower, queued_s * slower)
 
     def stop(self) -> None:
         """Lose everything that runs; whoever waits goes on."""

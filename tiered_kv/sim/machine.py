@@ -1,8 +1,9 @@
 """One simulated node: the real hierarchy and session table, whose moves take simulated time."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from tiered_kv.errors import BadInput
 from tiered_kv.hierarchy import Hierarchy, TierSpec
@@ -112,6 +113,11 @@ class Machine:
         spec = self.hierarchy.book.top.spec
         return int(spec.high * spec.capacity_bytes / self.block_bytes + 1e-9)
 
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of the link to the GPUs, in each direction."""
+        return self._devices["link"].read_bytes_per_s
+
     def path(self, name: str, up: bool) -> tuple[Lane, tuple[Leg, ...]]:
         """Lane and devices between HBM and a medium."""
         legs = (Leg(self._devices[name], up), Leg(self._devices["link"], up))
@@ -125,14 +131,16 @@ class Machine:
     def kick(self) -> None:
         """Start what the hierarchy wants to move now."""
         groups: list[list[Move]] = []
+        sizes: list[int] = []
         for move in self.hierarchy.due(self.clock.now):
-            last = groups[-1] if groups else None
             nbytes = move.nbytes * len(move.blocks)
-            if last is None or not _alike(last[0], move) or _bytes(last) + nbytes > GROUP_BYTES:
+            if not groups or not _alike(groups[-1][0], move) or sizes[-1] + nbytes > GROUP_BYTES:
                 groups.append([])
+                sizes.append(0)
             groups[-1].append(move)
+            sizes[-1] += nbytes
             self._flights[move.id] = self.clock.signal()
-        for moves in groups:
+        for moves, size in zip(groups, sizes, strict=True):
             first = moves[0]
             if first.target is Medium.HBM:
                 lane, legs = self.path(first.source, True)
@@ -140,9 +148,7 @@ class Machine:
                 lane, legs = self.path(first.target, False)
             else:
                 lane, legs = self.beside(first.target, first.source)
-            self.traffic.submit(
-                lane, legs, _bytes(moves), int(first.kind), partial(self._landed, moves)
-            )
+            self.traffic.submit(lane, legs, size, int(first.kind), partial(self._landed, moves))
 
     def _landed(self, moves: Sequence[Move]) -> None:
         for move in reversed(moves):  # heads last: they are to be the most recent ones below
@@ -191,28 +197,15 @@ class Machine:
         self.traffic.submit(lane, legs, nbytes, priority, ended.fire)
         return ended
 
-    def below(self, run: Run) -> Mapping[Medium, int]:
-        """Blocks of the leading held part of a run that lie below HBM, by their fastest tier."""
-        found: dict[Medium, int] = {}
-        for answer in self.hierarchy.lookup(run):
-            if not isinstance(answer, Held):
-                break
-            if answer.tiers[0] is not Medium.HBM:
-                found[answer.tiers[0]] = found.get(answer.tiers[0], 0) + 1
-        return found
+    def where(self, run: Run) -> list[Medium]:
+        """The fastest tier of each block of the leading held part of a run."""
+        held = takewhile(lambda answer: isinstance(answer, Held), self.hierarchy.lookup(run))
+        return [answer.tiers[0] for answer in held if isinstance(answer, Held)]
 
     def holds(self, run: Run) -> bool:
         """Whether a whole run is somewhere here: its last block says so, since a block's parent
         is resident wherever it is (prefix closure)."""
         return bool(run) and run[-1] in self.hierarchy.book.blocks
-
-    def wake_s(self, run: Run) -> float:
-        """How long the wake of a run would take from here on, as far as queues tell."""
-        waits = [
-            self.traffic.wait_s(*self.path(medium, True), n * self.block_bytes)
-            for medium, n in self.below(run).items()
-        ]
-        return max(waits, default=0.0)
 
     def _something_moves(self) -> Process:
         if self._flights:
@@ -238,10 +231,3 @@ def devices(profile: Profile) -> dict[str, Device]:
 
 def _alike(one: Move, other: Move) -> bool:
     return (one.kind, one.source, one.target) == (other.kind, other.source, other.target)
-
-
-def _bytes(moves: Iterable[Move]) -> int:
-    return sum(move.nbytes * len(move.blocks) for move in moves)
-
-
-Say = Callable[[str, int, int], None]

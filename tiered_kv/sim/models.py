@@ -13,6 +13,7 @@ from typing import Any
 
 from tiered_kv.errors import BadInput, UnknownName
 from tiered_kv.layout import DTYPE_BYTES
+from tiered_kv.policies.load_or_recompute import Prefill
 
 MAX_SIZE = 10**9
 """No field of a config is larger; such values are mistakes."""
@@ -32,12 +33,11 @@ class ModelSpec:
     weight_bytes: float
     notes: tuple[str, ...] = ()
 
-    def prefill_flops(self, new: float, before: float = 0.0) -> float:
-        """FLOPs of `new` tokens behind `before` others: two a parameter and token, and four a
-        layer, width and pair of tokens for the scores and their use (causal: half of the new
-        ones among themselves)."""
-        pairs = new * before + new * new / 2
-        return 2 * self.active * new + 4 * self.layers * self.width * pairs
+    def prefill(self, flops: float) -> Prefill:
+        """On GPUs that do so many FLOPs a second: two a parameter and token, and four a layer,
+        width and pair of tokens for the scores and their use. `n` tokens from the beginning on
+        are `n**2 / 2` pairs (causal)."""
+        return Prefill(2 * self.active / flops, 2 * self.layers * self.width / flops)
 
     def weights_read(self, batch: float) -> float:
         """Bytes of weights that one decode step of a batch reads: of a mixture of experts those
@@ -113,10 +113,11 @@ def from_config(
 ) -> ModelSpec:
     """Read a Hugging Face config of a decoder with gated MLPs: dense, MoE or MLA.
 
-    Raises `BadInput` that names the field. Sliding windows are counted as full attention, and
-    `notes` says so.
+    Raises `BadInput` that names the field. Sliding windows and linear attention are counted as
+    full attention, and `notes` says so.
     """
-    fields = _Fields(name, config.get("text_config") or config)
+    text = config.get("text_config") or config
+    fields = _Fields(name, text)
     layers, hidden = fields["num_hidden_layers"], fields["hidden_size"]
     heads = fields["num_attention_heads"]
     head_dim = fields.get("head_dim", hidden // heads)
@@ -127,8 +128,9 @@ def from_config(
     total = layers * attention + mlp_all + dense + vocab * (1 if tied else 2)
     active = layers * attention + mlp_active + dense + vocab  # an embedding is looked up
     notes = []
-    if config.get("sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        notes.append("sliding windows are counted as full attention: an upper bound of its KV")
+    windows = text.get("sliding_window") and text.get("use_sliding_window", True)
+    if windows or set(text.get("layer_types") or ()) - {"full_attention"}:
+        notes.append("all layers are counted as full attention: an upper bound of its KV")
     return ModelSpec(
         name=name,
         params=float(total),

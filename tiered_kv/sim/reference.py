@@ -13,7 +13,8 @@ from tiered_kv.bench.report import Result, compared
 from tiered_kv.sim import models, profiles
 from tiered_kv.sim.description import Workload
 from tiered_kv.sim.machine import Setup
-from tiered_kv.sim.plan import CONFIGURATIONS, Progress, Row, Targets, plan
+from tiered_kv.sim.plan import CONFIGURATIONS, Progress, Targets, plan
+from tiered_kv.sim.plan_rows import Row
 from tiered_kv.sim.simulate import idle_wake_s
 from tiered_kv.types import Medium
 
@@ -47,7 +48,7 @@ IDLE_WAKE_MS = {Medium.DRAM: 41.8, Medium.NVME: 95.7}
 def rows(
     *, sessions: int = 1024, block_tokens: int = 256, warm_s: float | None = None,
     window_s: float | None = None, seed: int = 1, names: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    jobs: int = 1, progress: Progress | None = None,
 ) -> list[Row]:  # fmt: skip
     """The configurations of the table, simulated. KV is always loaded, as in the table.
 
@@ -60,7 +61,7 @@ def rows(
         profiles.load(PROFILE), models.model(MODEL), work, Targets(sessions=sessions),
         configurations=[one for one in CONFIGURATIONS if one.name in wanted], choose=False,
         block_tokens=block_tokens, warm_s=warm_s, window_s=window_s, seed=seed,
-        progress=progress,
+        jobs=jobs, progress=progress,
     )  # fmt: skip
 
 

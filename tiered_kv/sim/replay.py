@@ -6,13 +6,16 @@ of the running request. That is how published replays count, so that numbers can
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from tiered_kv.errors import BadInput
 from tiered_kv.hierarchy import Hierarchy, TierSpec
 from tiered_kv.policies.belady import MIN, future_of
-from tiered_kv.sim.traces import Trace
+from tiered_kv.sim.hints import Hints, told
+from tiered_kv.sim.traces import Request
 from tiered_kv.types import BlockKey, Fingerprint, Lease, Medium, Reservation, Run
 
 BLOCK_BYTES = 2 << 20
@@ -25,13 +28,24 @@ BY_THE_BLOCK = frozenset({"fifo", "lru_head_first", "s3fifo", "sieve", "gdsf", "
 of a prefix may leave, and what lies behind it is dead weight. The service never does that; here it
 shows the price, and makes the numbers those of the literature."""
 
+
+HINTED = "+hints"
 REPORT_EVERY = 256  # requests
 Progress = Callable[[int], None]
 
 
+class Source(Protocol):
+    """A trace, or what makes one up: the same runs each time it is asked."""
+
+    def runs(self) -> Iterator[Run]:
+        """The blocks of each request."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay found, in blocks. A hit is a block of the leading resident part of a run."""
+    """What a replay found, in blocks. A hit is a block of the leading resident part of a run.
+    The name of a policy that was given hints ends in `HINTED`."""
 
     policy: str
     blocks: int
@@ -47,17 +61,23 @@ class Replayed:
 
 
 def replay(
-    trace: Trace | Sequence[Run], policy: str, blocks: int, progress: Progress | None = None
-) -> Replayed:
+    trace: Source | Sequence[Run], policy: str, blocks: int, progress: Progress | None = None,
+    *, hinted: Iterable[Request] | None = None,
+) -> Replayed:  # fmt: skip
     """Replay a trace, or runs, with a policy and a capacity. `min` reads it twice.
 
-    `progress` is told the number of requests that are done, now and then. Raises `UnknownName` for
-    the policy, `BadInput` for the size, and what the trace raises.
+    `hinted` are the same requests with their stop reasons: with them the policy is told when a
+    session is expected back. `progress` is told the number of requests that are done, now and
+    then. Raises `UnknownName` for the policy, `BadInput` for the size, and what the trace raises.
     """
     if blocks < 1:
         raise BadInput(f"a capacity is 1 block or more, not {blocks}")
-    runs = trace.runs if isinstance(trace, Trace) else lambda: iter(trace)
     tier = OneTier(policy, blocks)
+    runs: Callable[[], Iterator[Run]]
+    if hinted is not None:
+        runs = partial(told, hinted, Hints(tier.hierarchy))
+    else:
+        runs = (lambda: iter(trace)) if isinstance(trace, Sequence) else trace.runs
     if policy == MIN.name:
         tier.foresee(runs())
     step = tier.request if policy not in BY_THE_BLOCK else tier.request_by_the_block
@@ -69,7 +89,8 @@ def replay(
         hits += step(run)
         if progress is not None and requests % REPORT_EVERY == 0:
             progress(requests)
-    return Replayed(policy, blocks, requests, accesses, hits, time.perf_counter() - began)
+    name = policy if hinted is None else policy + HINTED
+    return Replayed(name, blocks, requests, accesses, hits, time.perf_counter() - began)
 
 
 class OneTier:

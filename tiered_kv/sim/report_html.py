@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from tiered_kv.sim.plan import Row, cheapest
+from tiered_kv.sim.plan import cheapest
+from tiered_kv.sim.plan_rows import Row
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 70, 34

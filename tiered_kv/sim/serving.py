@@ -6,9 +6,11 @@ fails ends the process, with all that it held. That is what "OOM" counts.
 """
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
+from tiered_kv.policies.links import Link
+from tiered_kv.policies.load_or_recompute import IN_POOL, Hit, decide
 from tiered_kv.sessions import Session
 from tiered_kv.sim.clock import Clock, Process, Signal
 from tiered_kv.sim.gpu import Gpu, Rates
@@ -199,44 +201,49 @@ class Server:
         return True
 
     def _load(self, ask: Ask, machine: Machine) -> Process:
-        """Bring what is held up, unless recomputing is faster."""
-        below, began = machine.below(ask.run), self.clock.now
-        if below:
-            tokens = min(sum(below.values()) * self.setup.block_tokens, ask.known_tokens)
-            if self._slower(machine.wake_s(ask.run), tokens, ask):
-                return
-            yield from machine.wake(ask.run)
-            slowest = list(Medium)[max(list(Medium).index(medium) for medium in below)]
-            self._woke(slowest, began)
-        if ask.sid is not None and machine is self.machine:
-            yield from self._restore(ask.sid, ask, machine)
-
-    def _restore(self, sid: SessionId, ask: Ask, machine: Machine) -> Process:
-        """Read what only a shelf has straight into HBM."""
-        held = min(self.archive.held(sid), len(ask.run))
-        name, run = self.archive.where(sid), ask.run[:held]
-        here = sum(1 for key in run if key in machine.hierarchy.book.blocks)
-        nbytes = (held - here) * machine.block_bytes
-        if name is None or nbytes <= 0:
+        """Bring up what is held and worth it: from the tiers and from a shelf, side by side."""
+        near = machine.where(ask.run)
+        where = [*near, *self._on_shelf(ask, len(near))]
+        wanted = where[: self._worth(ask, where, machine)]
+        slow = [name for name in wanted if name != Medium.HBM]
+        if not slow:
             return
-        lane, legs = machine.path(name, True)
-        tokens = (held - here) * self.setup.block_tokens
-        if self._slower(machine.traffic.wait_s(lane, legs, nbytes), tokens, ask):
-            return
-        began = self.clock.now
-        reserved: list[Reservation] = []
-        yield from machine.store(run, reserved)
-        if reserved:
-            yield machine.carry(lane, legs, nbytes)
-            machine.hierarchy.commit(reserved[0].id)
-            self._woke(name, began)
+        began, shelved = self.clock.now, len(wanted) - len(near)
+        if shelved > 0:
+            arrived = machine.carry(*machine.path(wanted[-1], True), shelved * machine.block_bytes)
+        yield from machine.wake(ask.run[: min(len(near), len(wanted))])
+        if shelved > 0 and machine is self.machine:
+            reserved: list[Reservation] = []
+            yield from machine.store(ask.run[: len(wanted)], reserved)
+            yield arrived
+            if reserved:
+                machine.hierarchy.commit(reserved[0].id)
+        self._woke(max(slow, key=[*Medium, *machine.setup.shelves].index), began)
 
-    def _slower(self, load_s: float, tokens: int, ask: Ask) -> bool:
-        """Whether loading takes longer than computing these tokens again."""
-        compute_s = self.gpu.prefill_ends_s(tokens, max(0, ask.known_tokens - tokens))
-        slower = self._choose and load_s > compute_s
-        self._count("chosen_recompute", slower)
-        return slower
+    def _on_shelf(self, ask: Ask, near: int) -> list[str]:
+        """The shelf that has what follows, once for each block of it."""
+        shelf = None if ask.sid is None else self.archive.where(ask.sid)
+        if ask.sid is None or shelf is None:
+            return []
+        return [shelf] * (min(self.archive.held(ask.sid), len(ask.run)) - near)
+
+    def _worth(self, ask: Ask, where: Sequence[str], machine: Machine) -> int:
+        """How many of the held blocks to load, decided as the service does."""
+        names = sorted(set(where) - {Medium.HBM})
+        if not self._choose or not names:
+            return len(where)
+        index = {Medium.HBM: IN_POOL} | {name: i for i, name in enumerate(names)}
+        size = self.setup.block_tokens
+        hit = Hit(
+            len(where), size, machine.block_bytes, max(1, ask.prompt_tokens - len(where) * size),
+            where=tuple(index[name] for name in where),
+        )  # fmt: skip
+        media = [machine.traffic.link(*machine.path(name, True)) for name in names]
+        # One medium streams through the link to the GPUs; several have to share it.
+        shared = Link(machine.link_bytes_per_s) if len(names) > 1 else None
+        made = decide(hit, media, self.gpu.outlook(), shared)
+        self._count("chosen_recompute", made.recompute > 0)
+        return made.load
 
     def _save(self, ask: Ask, lease: Lease, reserved: list[Reservation]) -> None:
         machine, sid = self.machine, ask.sid

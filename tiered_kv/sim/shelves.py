@@ -5,7 +5,7 @@ their blocks still lie on the node, so that these can be dropped later; a sessio
 again is read straight into HBM. The coldest leave a full shelf for the next one.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from tiered_kv.sessions import Session
@@ -110,8 +110,9 @@ class Archive:
 
     def _write(self, session: Session, blocks: int) -> None:
         machine, sid = self._machine, session.id
-        media = machine.below(session.run) or {Medium.HBM: 1}
-        source = max(media, key=lambda medium: media[medium])  # where most of it lies
+        media = Counter(machine.where(session.run))
+        below = [medium for medium in media if medium is not Medium.HBM]
+        source = max(below, key=lambda medium: media[medium], default=Medium.HBM)
         name = self.shelves[0].name
         if source is Medium.HBM:
             lane, legs = machine.path(name, False)

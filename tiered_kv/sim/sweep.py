@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tiered_kv.errors import BadInput
 from tiered_kv.policies import eviction
+from tiered_kv.policies.base import Expecting
 from tiered_kv.sim.replay import Replayed, replay
 from tiered_kv.sim.traces import Trace
 
@@ -18,24 +19,35 @@ Progress = Callable[[str, int, int], None]
 
 
 class Task(NamedTuple):
-    """One replay."""
+    """One replay; `hints` tells the policy when sessions are expected back."""
 
     policy: str
     blocks: int
+    hints: bool = False
 
 
 class _Given(RuntimeError):
     """The sweep ended while this replay was running."""
 
 
-def tasks_of(policies: Sequence[str], sizes: Sequence[int]) -> list[Task]:
-    """All pairs, each once. Raises `UnknownName` and `BadInput` before any work."""
+def tasks_of(policies: Sequence[str], sizes: Sequence[int], hints: bool = False) -> list[Task]:
+    """All pairs, each once, and with `hints` once more for each policy that can use them. Raises
+    `UnknownName` and `BadInput` before any work."""
+    kinds: dict[str, tuple[bool, ...]] = {}
     for name in policies:
-        eviction(name, 1)
+        able = isinstance(eviction(name, 1), Expecting)
+        kinds[name] = (False, True) if hints and able else (False,)
     for blocks in sizes:
         if blocks < 1:
             raise BadInput(f"a capacity is 1 block or more, not {blocks}")
-    return list(dict.fromkeys(Task(name, blocks) for name in policies for blocks in sizes))
+    sizes = list(dict.fromkeys(sizes))
+    return [Task(name, n, told) for name, some in kinds.items() for told in some for n in sizes]
+
+
+def run_of(trace: Trace, task: Task, progress: Callable[[int], None] | None = None) -> Replayed:
+    """Carry out one of them. Raises what the trace raises."""
+    hinted = trace.hinted() if task.hints else None
+    return replay(trace, task.policy, task.blocks, progress, hinted=hinted)
 
 
 def sweep(
@@ -44,8 +56,10 @@ def sweep(
     """Replay the trace once for each task, `jobs` at a time; results in the order of the tasks.
 
     `progress` is told, a few times a second, what runs, requests done and requests in all. Raises
-    what the trace raises.
+    what the trace raises, and `BadInput` when it has no hints and they are asked for.
     """
+    if any(task.hints for task in tasks):
+        trace.hinted()
     total = trace.size() * len(tasks)
     if jobs == 1 or len(tasks) == 1:
         return _here(trace, tasks, total, progress)
@@ -86,7 +100,7 @@ def _here(
             progress(text, len(found) * each + requests, total)
 
     for task in tasks:
-        found.append(replay(trace, task.policy, task.blocks, step))
+        found.append(run_of(trace, task, step))
     return found
 
 
@@ -105,6 +119,6 @@ def _there(trace: Trace, task: Task, number: int) -> Replayed:
         if _counts[len(_counts) - 1]:
             raise _Given("stopped")
 
-    found = replay(trace, task.policy, task.blocks, step)
+    found = run_of(trace, task, step)
     _counts[number] = found.requests
     return found

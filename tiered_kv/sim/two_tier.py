@@ -4,10 +4,12 @@ What it counts is what the tiers decide, not how long anything takes: hits by ti
 that wear the drive.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiered_kv.hierarchy import Hierarchy, TierSpec, check
+from tiered_kv.sim.traces import Request
 from tiered_kv.types import (
     Absent,
     BlockKey,
@@ -59,6 +61,14 @@ class Counts:
         return self.written / max(1, self.accesses)
 
 
+class Fill(NamedTuple):
+    """Blocks that each tier held at a moment of a trace."""
+
+    at_s: float
+    dram_blocks: int
+    nvme_blocks: int
+
+
 class TwoTier:
     """DRAM of `dram_blocks` above NVMe of `nvme_blocks`, both filled to the brim.
 
@@ -82,6 +92,21 @@ class TwoTier:
         for now, run in enumerate(runs):
             self.request(run, float(now))
         return self.counts
+
+    def fills(self, requests: Iterable[Request], every: int) -> Iterator[Fill]:
+        """Carry out all requests; what is held after each `every` of them, and at the end."""
+        at_s, number = 0.0, 0
+        for number, request in enumerate(requests, 1):
+            at_s = request.at_s
+            self.request(request.run, float(number))
+            if number % every == 0:
+                yield self._fill(at_s)
+        if number % every:
+            yield self._fill(at_s)
+
+    def _fill(self, at_s: float) -> Fill:
+        dram, nvme = self.hierarchy.usage()
+        return Fill(at_s, dram.blocks, nvme.blocks)
 
     def request(self, run: Run, now: float) -> None:
         """Find what is held, bring it up, use it, store the rest."""

@@ -202,7 +202,7 @@ def _predict(measured: Measured, order: Sequence[int], threads: int) -> Wakes:
     def wake(queue: list[int]) -> Process:
         while queue:
             run = runs[queue.pop(0)]
-            began, below = clock.now, sum(machine.below(run).values())
+            began, below = clock.now, machine.where(run).count(Medium.NVME)
             yield from machine.wake(run)
             lease = machine.hierarchy.lease(run, LEASE_S, clock.now)
             machine.hierarchy.release(lease.id)
