@@ -1,52 +1,26 @@
 """The default: evict what is least likely to be worth its place, as learned while running.
 
-Two ways of telling blocks apart are learned side by side (`reuse.ReuseTable`), by how much of a
-request was known when it came and by
-
-* how often a block was used (what LRU-2 and frequency policies go by: chat, where most blocks are
-  never used again), or
-* how long the session was away before this request, the same for all blocks of its run (agents,
-  whose sessions come back at their own pace).
-
-The one that foretold the stream better so far decides. Blocks leave in the order of the index of
-their class and age, from the tails of runs. Until something was learned this is LRU.
+Which blocks are worth what says `forecast.Forecast`; here they are kept in the order of that, in
+stretches of runs that were always used together, from the tails of runs on. Until something was
+learned this is LRU.
 
 State: about 0.5 KB a resident block, with all that is remembered of evicted ones (8 bytes a block
-and 0.3 KB a stretch of them) and 0.6 MB for two tables. Time: 1 us a block accessed in long runs,
-3 us in short ones, where LRU takes 0.1 and 0.3.
+and 0.3 KB a stretch of them) and 0.9 MB for three tables. Time: 1 us a block accessed in long
+runs, 3 us in short ones, where LRU takes 0.1 and 0.3.
 """
 
-from bisect import bisect_right, insort
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from math import log2
 from typing import ClassVar
 
-import numpy as np
-
 from tiered_kv.policies.base import Evictable
-from tiered_kv.policies.reuse import BUCKETS, Ages, Era, ReuseTable
+from tiered_kv.policies.forecast import MOST_USES, Forecast
 from tiered_kv.policies.segments import Ghost, History, Segment, Segments
 from tiered_kv.types import BlockKey
 
-MOST_USES = 4
-"""Blocks used four times and more are one class."""
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Where the share of a request that was known is told apart; besides there is none and all."""
-GAPS = 10
-"""Classes of gaps: two for each doubling, from an eighth of the capacity to three times it."""
-KINDS = ((len(SHARES) + 2) * MOST_USES, (len(SHARES) + 2) * GAPS)
-
-HORIZON = 12.0
-"""Capacities of accesses after which a block's next use is no longer waited for. From 6 to 24
-nothing changes but for the smallest caches, which need the requests."""
-HORIZON_REQUESTS = 1500
-"""Requests that the horizon reaches back at least: fewer teach too little."""
-HALF_LIFE = 256.0
-"""Capacities of accesses after which what was learned counts half: long, since noise costs more
-than a late answer. 32 costs agents half a point."""
 REFRESHES = 4.0
-"""Refreshes of the tables for each capacity of accesses, and"""
+"""Refreshes of the forecast for each capacity of accesses, and"""
 REFRESH_REQUESTS = 32
 """requests between two refreshes at least."""
 REORDERS = 64.0
@@ -56,15 +30,13 @@ MISJUDGED = 1.5
 
 
 class Adaptive:
-    """See the module. Segments of runs, ordered by the learned index of their class and age."""
+    """See the module. Segments of runs, ordered by the learned index of their kind and age."""
 
     name: ClassVar[str] = "adaptive"
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = float(capacity_blocks)
-        self._ages = Ages(self._capacity)
-        self._tables = [ReuseTable(n) for n in KINDS]
-        self._chosen = 0
+        self._forecast = Forecast(self._capacity)
         self._now = 0.0  # block accesses
         self._requests = 0
         self._segments = Segments()
@@ -74,8 +46,6 @@ class Adaptive:
         self._ranks = 0
         self._ordered_at = self._refreshed_at = 0.0
         self._refreshed_request = 0
-        self._era = Era(0.0, KINDS)
-        self._eras: deque[Era] = deque([self._era])
 
     def use(self, run: Sequence[BlockKey]) -> None:
         if not run:
@@ -98,7 +68,7 @@ class Adaptive:
         self._file(others)
         gap = parts[-1].gap if parts else 0.0
         for segment in parts:
-            self._leave(segment, len(segment.keys))
+            self._forecast.leave(segment, len(segment.keys))
         known, i = len(before), 0
         while i < len(new) and (found := self._recall(new, i)) is not None:
             parts.append(found)
@@ -110,6 +80,15 @@ class Adaptive:
             self._segments.add(parts[-1])
         self._enroll(parts, known, len(before) + len(new), gap)
         self._now += len(new)
+
+    def expect(self, run: Sequence[BlockKey], return_s: float) -> None:
+        """See `Expecting`. Only for blocks that nobody used since the end of the run was."""
+        parts, others = self._segments.cut(run)
+        self._file(others)
+        mine = [segment for segment in parts if segment.last <= parts[-1].last]
+        for segment in mine:
+            self._forecast.expect(segment, return_s)
+        self._file(mine)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         of = self._segments.of
@@ -170,61 +149,36 @@ class Adaptive:
             assert all(of[key] is segment for key in segment.keys), "a block is filed wrongly"
 
     def _again(self, known: History, blocks: int) -> None:
-        """Learn from a use of blocks that were used before."""
+        """Blocks that were used before are used."""
         age = self._now - known.last
-        if known.era is not None and known.era.open:
-            bucket, weight = self._ages.bucket(age), known.weight * blocks
-            for table, kind in zip(self._tables, known.kinds, strict=True):
-                table.reused(kind, bucket, weight)
-        self._leave(known, blocks)
+        self._forecast.used(known, blocks, age)
         known.era = None
         known.uses = min(known.uses + 1, MOST_USES)
         known.gap, known.last = age, self._now
 
-    def _leave(self, known: History, blocks: int) -> None:
-        """They wait for their next use in another class, or no longer."""
-        if known.era is not None and known.era.open:
-            for waiting, kind in zip(known.era.waiting, known.kinds, strict=True):
-                waiting[kind] -= known.weight * blocks
-
     def _enroll(self, parts: list[Segment], known: int, length: int, gap: float) -> None:
         """Put the segments of a request of `length` blocks, of which `known` had been seen, into
         classes and into the order, so that the tail leaves first."""
-        if not length:
-            return
-        share = known / length
-        news = sum(share >= edge for edge in SHARES) + 1 if known else 0
-        pace = min(GAPS - 1, int(2 * log2(8 * gap / self._capacity + 1))) if known else 0
-        for segment in reversed(parts):
-            kinds = (news * MOST_USES + segment.uses - 1, news * GAPS + pace)
-            segment.kinds, segment.weight, segment.era = kinds, 1 / length, self._era
-            for waiting, kind in zip(self._era.waiting, kinds, strict=True):
-                waiting[kind] += segment.weight * len(segment.keys)
-        self._file(parts)
+        if length:
+            self._forecast.wait(parts, known, length, gap)
+            self._file(parts)
 
     def _file(self, segments: list[Segment]) -> None:
-        for segment in reversed(segments):
+        for segment, index in zip(
+            reversed(segments), self._forecast.indices(self._now, segments[::-1]), strict=True
+        ):
             self._ranks += 1
             segment.rank = self._ranks
-            entry = (self._index(segment), segment.last, segment.rank, segment)
-            insort(self._order, entry, lo=self._start)
-
-    def _index(self, segment: Segment) -> float:
-        chosen = self._chosen
-        bucket = self._ages.bucket(self._now - segment.last)
-        return self._tables[chosen].index[segment.kinds[chosen]][bucket]
+            insort(self._order, (index, segment.last, segment.rank, segment), lo=self._start)
 
     def _reorder(self) -> None:
-        """Half of all time that this policy takes, hence by hand what `_index` does."""
-        chosen, now, edges = self._chosen, self._now, self._ages.edges
-        index = self._tables[chosen].index
-        entries = []
-        for _, last, rank, segment in self._order[self._start :]:
-            if segment.rank == rank and segment.keys:
-                row = index[segment.kinds[chosen]]
-                entries.append((row[bisect_right(edges, now - last)], last, rank, segment))
-        entries.sort()
-        self._order, self._start, self._ordered_at = entries, 0, now
+        """Half of all time that this policy takes."""
+        some = [s for _, _, rank, s in self._order[self._start :] if s.rank == rank and s.keys]
+        indices = self._forecast.indices(self._now, some)
+        self._order = sorted(
+            (index, s.last, s.rank, s) for index, s in zip(indices, some, strict=True)
+        )
+        self._start, self._ordered_at = 0, self._now
 
     def _bury(self, piece: list[BlockKey], segment: Segment | None) -> None:
         """Remember evicted blocks, together with those that left behind them."""
@@ -260,9 +214,7 @@ class Adaptive:
         size = len(self)
         if not self._capacity / MISJUDGED <= size <= self._capacity * MISJUDGED:
             self._capacity = float(size)
-            self._ages = Ages(self._capacity)
-            for table in self._tables:
-                table.clear()
+            self._forecast.rescale(self._capacity)
             self._reorder()
 
     def _tick(self) -> None:
@@ -273,28 +225,9 @@ class Adaptive:
             return
         if self._requests < self._refreshed_request + REFRESH_REQUESTS:
             return
-        keep = 0.5 ** (passed / (HALF_LIFE * self._capacity))
         self._refreshed_at, self._refreshed_request = self._now, self._requests
-        horizon = max(HORIZON * self._capacity, HORIZON_REQUESTS * self._now / self._requests)
-        last = min(self._ages.bucket(horizon), BUCKETS - 1)
-        self._expire(horizon, last)
-        buckets = [self._ages.bucket(self._now - era.at) for era in self._eras]
-        for t, table in enumerate(self._tables):
-            waiting = np.zeros((table.classes, BUCKETS))
-            for era, bucket in zip(self._eras, buckets, strict=True):
-                waiting[:, bucket] += era.waiting[t]
-            table.refresh(self._ages, np.maximum(waiting, 0.0), last, keep)
-        self._chosen = max(range(len(KINDS)), key=lambda t: self._tables[t].score)
-        self._reorder()
-        self._era = Era(self._now, KINDS)
-        self._eras.append(self._era)
-
-    def _expire(self, horizon: float, last: int) -> None:
-        while len(self._eras) > 1 and self._now - self._eras[0].at > horizon:
-            era = self._eras.popleft()
-            era.open = False
-            for table, waiting in zip(self._tables, era.waiting, strict=True):
-                table.expired(waiting, last)
+        self._forecast.refresh(self._now, passed, self._now / self._requests)
         ghosts = self._ghosts
-        while ghosts and (era_ := next(iter(ghosts.values())).era) and not era_.open:
+        while ghosts and (era := next(iter(ghosts.values())).era) and not era.open:
             ghosts.popitem(last=False)
+        self._reorder()

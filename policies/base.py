@@ -6,7 +6,7 @@ leave (leases, moves, prefix closure) is not its business; it is asked through `
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from tiered_kv.types import BlockKey
 
@@ -47,6 +47,18 @@ class EvictionPolicy(Protocol):
 
     def check(self, resident: Collection[BlockKey]) -> None:
         """Raise `AssertionError` unless exactly the resident blocks are ordered here."""
+        ...
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """An optional ability: a policy that can use what is expected of a session. A hint may be
+    wrong, so a policy must find out what hints are worth."""
+
+    def expect(self, run: Sequence[BlockKey], return_s: float) -> None:
+        """A request of this run is over, and its session is expected back in `return_s` seconds;
+        infinite when it has ended. Some of the blocks may not be here. A step a stretch of blocks
+        of equal history, not one a block."""
         ...
 
 

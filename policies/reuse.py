@@ -30,6 +30,7 @@ CERTAIN = 0.98
 """No bucket is believed to hold more returns than this, however few blocks it has seen."""
 
 Floats = NDArray[np.float64]
+LATER: NDArray[np.bool_] = np.triu(np.ones((BUCKETS, BUCKETS), dtype=np.bool_))
 
 
 class Ages:
@@ -48,14 +49,14 @@ class Ages:
 
 class Era:
     """What was touched between two refreshes and waits for its next use: weight by class of each
-    table. When it passes the horizon it is no longer `open`."""
+    table, of blocks without and with a hint. Past the horizon it is no longer `open`."""
 
     __slots__ = ("at", "open", "waiting")
 
     def __init__(self, at: float, classes: tuple[int, ...]) -> None:
         self.at = at
         self.open = True
-        self.waiting = [[0.0] * n for n in classes]
+        self.waiting = tuple([[0.0] * n for n in classes] for _ in (False, True))
 
 
 class ReuseTable:
@@ -71,24 +72,31 @@ class ReuseTable:
         self.lost = [[0.0] * BUCKETS for _ in range(self.classes)]
         self.index = [[0.0] * BUCKETS for _ in range(self.classes)]
         self._surprise = [[-log(BUCKETS)] * BUCKETS for _ in range(self.classes)]
-        self.score = 0.0
-        """Decayed log-likelihood of what happened, each time judged before it was learned from."""
+        self.score = self.told_score = 0.0
+        """Decayed log-likelihood of what happened, each time judged before it was learned from:
+        of everything, and of blocks with a hint alone."""
 
-    def reused(self, kind: int, bucket: int, weight: float) -> None:
-        """A block of this class was used again at this age."""
-        self.score += weight * self._surprise[kind][bucket]
+    def reused(self, kind: int, bucket: int, weight: float, told: bool) -> None:
+        """A block of this class, with a hint or without, was used again at this age."""
+        likely = weight * self._surprise[kind][bucket]
+        self.score += likely
+        if told:
+            self.told_score += likely
         self.used[kind][bucket] += weight
 
-    def expired(self, waiting: list[float], bucket: int) -> None:
+    def expired(self, waiting: list[float], bucket: int, told: bool) -> None:
         """What waited until the horizon, by class."""
         for kind, weight in enumerate(waiting):
             if weight:
-                self.score += weight * self._surprise[kind][-1]
+                likely = weight * self._surprise[kind][-1]
+                self.score += likely
+                if told:
+                    self.told_score += likely
                 self.lost[kind][bucket] += weight
 
     def refresh(self, ages: Ages, waiting: Floats, last: int, keep: float) -> None:
         """Make the index anew. `waiting` is by class and bucket, `last` the horizon's bucket, and
-        `keep` what the past weighs from now on. About 1 ms."""
+        `keep` what the past weighs from now on. About 2 ms."""
         n = last + 1
         used, lost = np.array(self.used), np.array(self.lost)
         exposed = (used + lost + waiting)[:, ::-1].cumsum(axis=1)[:, ::-1][:, :n]
@@ -101,17 +109,21 @@ class ReuseTable:
         self.used = (used * keep).tolist()
         self.lost = (lost * keep).tolist()
         self.score *= keep
+        self.told_score *= keep
 
     def _index(self, hazard: Floats, known: NDArray[np.bool_], widths: Floats) -> None:
         rows = hazard[known]
+        n = len(widths)
         index = np.zeros((len(rows), BUCKETS))
-        stay = 1.0 - rows
-        time = widths * (1.0 - rows / 2)
-        for b in range(len(widths)):
-            alive = np.ones_like(rows[:, b:])
-            np.cumprod(stay[:, b:-1], axis=1, out=alive[:, 1:])
-            hits = (alive * rows[:, b:]).cumsum(axis=1)
-            index[:, b] = (hits / (alive * time[:, b:]).cumsum(axis=1)).max(axis=1)
+        alive = np.ones_like(rows)
+        np.cumprod(1.0 - rows[:, :-1], axis=1, out=alive[:, 1:])
+        hits = _beyond(alive * rows)
+        time = _beyond(alive * widths * (1.0 - rows / 2))
+        # what comes from b to h is what comes from b on less what comes after h
+        ratios = (hits[:, :n, None] - hits[:, None, 1:]) / np.where(
+            LATER[:n, :n], time[:, :n, None] - time[:, None, 1:], np.inf
+        )
+        index[:, :n] = ratios.max(axis=2)
         for kind, row in zip(np.flatnonzero(known), index.tolist(), strict=True):
             self.index[kind] = row
 
@@ -122,6 +134,13 @@ class ReuseTable:
         surprise = np.repeat(gone[:, -1:], BUCKETS, axis=1)
         surprise[:, : hazard.shape[1]] = before + np.log(np.maximum(hazard, 1e-6))
         self._surprise = surprise.tolist()
+
+
+def _beyond(rows: Floats) -> Floats:
+    """Sums from each column on, and a last column of nothing."""
+    sums = np.zeros((len(rows), rows.shape[1] + 1))
+    sums[:, :-1] = rows[:, ::-1].cumsum(axis=1)[:, ::-1]
+    return sums
 
 
 def _smooth(rows: Floats) -> Floats:

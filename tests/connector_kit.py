@@ -116,6 +116,7 @@ class Scripted:
 
     def __init__(self, **found: Any) -> None:
         self.up = True
+        self.outages = 0
         self.found: dict[str, Any] = {"blocks": 0, "tail": 0, "load": None, "leased": None} | found
         self.gate = threading.Event()
         self.gate.set()

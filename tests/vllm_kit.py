@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from cluster_kit import SECRET, embedded, folders, node_status, only_member, until
 from engine_kit import connector, engine
 
@@ -39,7 +40,9 @@ class Service:
         return int(node_status(self.cluster)["actor"]["pid"])
 
     def options(self, **extra: Any) -> dict[str, Any]:
-        """`kv_transfer_config` of an engine that joins it."""
+        """`kv_transfer_config` of an engine that joins it, in this process or another."""
+        extra.setdefault("address", ray.get_runtime_context().gcs_address)
+        extra = {"lookup_wait_s": 30.0, "save_wait_s": 30.0} | extra  # a busy machine is no miss
         service = {"namespace": NAMESPACE, "tenant_secret": SECRET.decode()}
         return connector(service=service | extra.pop("service", {}), **extra)
 

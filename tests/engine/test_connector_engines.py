@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_kit import until
 from engine_kit import PAGE, engine, generate, prompt
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm_kit import Service, connected, running
 
 BLOCK = 256
@@ -57,6 +60,7 @@ def test_engines_that_differ_never_share(tiny_model: Path, service: Service):
 def test_preempted_requests_come_back_and_say_the_same(tiny_model: Path, service: Service):
     prompts = [prompt(100 + i, BLOCK + 2 * PAGE + i) for i in range(6)]
     few = {"num_gpu_blocks_override": 34, "max_num_seqs": 6, "max_model_len": 1024}
+    few |= {"dtype": "float32"}  # what was loaded and what is computed anew round differently
     with engine(tiny_model, **few) as llm:
         expected = generate(llm, prompts, max_tokens=160)
     with connected(tiny_model, service, **few) as (llm, inside):
@@ -99,3 +103,45 @@ def counting_preemptions(inside) -> list[str]:
 
     inside.scheduler._preempt_request = counted
     return gone
+
+
+def test_routers_hear_which_pages_the_node_holds(tiny_model: Path, service: Service):
+    from vllm.config import KVEventsConfig
+
+    text = prompt(60, 2 * BLOCK + PAGE)
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    heard: list[BlockStored | BlockRemoved] = []
+    with connected(tiny_model, service, kv_events_config=events) as (llm, inside):
+        take = inside.connector.take_events
+        inside.connector.take_events = lambda: keep(heard, take())
+        hashes = hashes_of_requests(inside)
+        generate(llm, [text])
+        inside.settle()
+
+        def told() -> set[int]:
+            heard.extend(take())
+            return {h for e in heard if isinstance(e, BlockStored) for h in e.block_hashes}
+
+        until(lambda: len(told()) >= 2 * BLOCK // PAGE, "the node's pages are announced")
+        mine = {maybe_convert_block_hash(h) for h in hashes}
+        assert told() <= mine
+        assert {event.medium for event in heard} == {"CPU"}
+        assert {e.block_size for e in heard if isinstance(e, BlockStored)} == {PAGE}
+
+
+def keep(heard: list, found) -> list:
+    heard.extend(found)
+    return []
+
+
+def hashes_of_requests(inside) -> set[bytes]:
+    """The page hashes of all requests that finish from now on."""
+    hashes: set[bytes] = set()
+    finished = inside.connector.request_finished
+
+    def noted(request, pages):
+        hashes.update(request.block_hashes)
+        return finished(request, pages)
+
+    inside.connector.request_finished = noted
+    return hashes

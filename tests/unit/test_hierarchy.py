@@ -513,6 +513,18 @@ def test_clean_copies_do_not_leave_before_their_turn() -> None:
     assert media(h, old) == [(DRAM, NVME), (NVME,), (NVME,)]
 
 
+def test_what_is_just_being_written_makes_room_when_that_is_done() -> None:
+    h, run = two_tiers(3), run_of("a", 3)
+    store(h, run)
+    h.persist(run)
+    writing = h.due(0)
+    assert refused(h, run_of("b", 2)) is Why.DEMOTING
+    assert refused(h, run_of("b", 2), force=True) is Why.FULL
+    carry_out(h, writing)
+    store(h, run_of("b", 2))
+    assert media(h, run) == [(DRAM, NVME), (NVME,), (NVME,)]
+
+
 def test_who_cannot_wait_takes_clean_copies_before_their_turn_and_loses_nothing() -> None:
     h, old, new = two_tiers(6), run_of("a", 3), run_of("b", 3)
     store(h, old)

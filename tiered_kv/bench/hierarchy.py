@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tiered_kv.bench.report import Result
+from tiered_kv.bench.report import Result, compared
 from tiered_kv.hierarchy import Hierarchy, TierSpec
 from tiered_kv.types import (
     BlockKey,
@@ -122,6 +122,7 @@ def run(*, seconds: float = 20.0, progress: Progress | None = None) -> list[Resu
     shapes: dict[str, Callable[[], object]] = {
         "dram": lambda: replay(hierarchy_of(CAPACITY_BLOCKS), runs),
         "dram+nvme": lambda: replay(hierarchy_of(CAPACITY_BLOCKS, 4 * CAPACITY_BLOCKS), runs),
+        "dram/adaptive": lambda: replay(hierarchy_of(CAPACITY_BLOCKS, policy="adaptive"), runs),
         "reference": lambda: reference(runs, CAPACITY_BLOCKS),
     }
     took: dict[str, list[float]] = {name: [] for name in shapes}
@@ -143,17 +144,19 @@ def run(*, seconds: float = 20.0, progress: Progress | None = None) -> list[Resu
                rate["dram"] / rate["reference"], ACCESSES_BAR, rate["dram"] >= ACCESSES_BAR),
         Result("hierarchy/accesses/dram+nvme", rate["dram+nvme"], "1/s", against,
                rate["reference"], rate["dram+nvme"] / rate["reference"]),
+        compared("hierarchy/accesses/dram/adaptive", rate["dram/adaptive"], "1/s", "policy lru",
+                 rate["dram"]),
         Result("hierarchy/hit-ratio/dram", hit, "%"),
         *_lookups(runs),
     ]  # fmt: skip
 
 
-def hierarchy_of(*blocks: int) -> Hierarchy:
+def hierarchy_of(*blocks: int, policy: str = "lru") -> Hierarchy:
     """DRAM, and NVMe below it where a second size is given, of so many blocks."""
     media = (Medium.DRAM, Medium.NVME)
     return Hierarchy(
         [
-            TierSpec(medium, n * BLOCK_BYTES, 50 * BLOCK_BYTES, high=0.95, low=0.90)
+            TierSpec(medium, n * BLOCK_BYTES, 50 * BLOCK_BYTES, high=0.95, low=0.90, policy=policy)
             for medium, n in zip(media, blocks, strict=False)
         ]
     )

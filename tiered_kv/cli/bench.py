@@ -16,11 +16,23 @@ from tiered_kv.cli.options import (
     words,
 )
 from tiered_kv.cli.output import Screen, emit
+from tiered_kv.cli.replay import FORMATS
 
 if TYPE_CHECKING:
     from tiered_kv.bench.report import Result
 
 Measure = Callable[[Screen], "Sequence[Result]"]
+
+
+def _counts(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    """A callback for `1024,4096`."""
+    try:
+        counts = tuple(int(word) for word in value.split(",") if word)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers") from None
+    if not counts or min(counts) < 1:
+        raise click.BadParameter(f"{value!r} names no number above zero")
+    return counts
 
 
 @click.group(invoke_without_command=True)
@@ -109,6 +121,71 @@ def load_or_recompute(options: Options, json_to: str | None) -> None:
 
     with options.exported():
         _report(lambda screen: run(progress=screen.step), json_to)
+
+
+@bench.command()
+@click.option("--trace", "path", metavar="FILE", type=click.Path(path_type=Path),
+              help="A trace of yours [default: coding agents, made up].")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(FORMATS), default="mooncake",
+              show_default=True, help="What the file is.")  # fmt: skip
+@click.option("--policy", default="lru", show_default=True)
+@click.option("--blocks", default=2_000, show_default=True, type=click.IntRange(1))
+@click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(min=0))
+@json_target
+@common
+def replay(
+    options: Options, path: Path | None, form: str, policy: str, blocks: int, seconds: float,
+    json_to: str | None,
+) -> None:  # fmt: skip
+    """Block accesses a second of a replay, beside cachetools.LRUCache; peak memory."""
+    from tiered_kv.bench import replay as speed
+    from tiered_kv.sim.traces import Trace
+
+    trace = None if path is None else Trace(path, form)
+
+    def measure(screen: Screen) -> "Sequence[Result]":
+        return speed.run(trace=trace, policy=policy, blocks=blocks, seconds=seconds,
+                         progress=screen.step)  # fmt: skip
+
+    with options.exported():
+        _report(measure, json_to)
+
+
+@bench.command()
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--tokens", default="1024,4096", show_default=True, callback=_counts,
+              metavar="N,...", help="Lengths of the prompts that return.")  # fmt: skip
+@click.option("--peers", callback=words, metavar="NAME,...",
+              help="vllm-cpu-tier, vllm-fs, lmcache [default: all].")  # fmt: skip
+@click.option("--model", metavar="FOLDER", type=click.Path(path_type=Path, exists=True),
+              help="A model that vLLM loads [default: SmolLM2, from its package].")  # fmt: skip
+@click.option("--folder", metavar="FOLDER",
+              help="On the disk to measure [default: beside nvme.folder].")  # fmt: skip
+@click.option("--engine-python", metavar="FILE",
+              help="A Python with vLLM [default: this one, or of setup-engine].")  # fmt: skip
+@click.option("--peers-python", metavar="FILE",
+              help="A Python with LMCache too [default: of setup-peers].")  # fmt: skip
+@json_target
+@common
+def engine(
+    options: Options, rounds: int, tokens: tuple[int, ...], peers: tuple[str, ...] | None,
+    model: Path | None, folder: str | None, engine_python: str | None, peers_python: str | None,
+    json_to: str | None,
+) -> None:  # fmt: skip
+    """vLLM with our connector: wakes against computing anew and against other caches."""
+    from tiered_kv.bench import engine as waking
+    from tiered_kv.bench import engine_contenders as contenders
+
+    where = Path(folder) if folder else options.config().nvme_folder.parent
+    plan = waking.Plan(
+        pythons=contenders.Pythons(
+            contenders.engine_python(engine_python), contenders.peers_python(peers_python)
+        ),
+        folder=where, model=model, sizes=tokens, rounds=rounds,
+        peers=contenders.PEERS if peers is None else contenders.check_peers(peers),
+    )  # fmt: skip
+    with options.exported():
+        _report(lambda screen: waking.run(plan, screen.step, screen.say), json_to, where)
 
 
 def _report(measure: Measure, json_to: str | None, *folders: Path) -> None:

@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tiered_kv.cli.options import Options, common, json_target, words
+from tiered_kv.cli.options import Options, common, json_target, one_size, words
 from tiered_kv.cli.output import Screen, emit, rows, table
 
 if TYPE_CHECKING:
+    from tiered_kv.cli.plots import Tiers
     from tiered_kv.sim.replay import Replayed
+    from tiered_kv.sim.sweep import Task
+    from tiered_kv.sim.traces import Trace
+    from tiered_kv.sim.two_tier import Fill
 
 FORMATS = ("mooncake", "claude-code", "recorded")
+PICTURES = (".pdf", ".png", ".svg")
+POINTS = 400
+"""Points of a curve over time."""
+
+
+def _picture(_: click.Context, __: click.Parameter, file: str | None) -> str | None:
+    if file is not None and Path(file).suffix.lower() not in PICTURES:
+        raise click.BadParameter(f"{file!r} does not end in {', '.join(PICTURES)}")
+    return file
 
 
 @click.command()
@@ -28,14 +41,23 @@ FORMATS = ("mooncake", "claude-code", "recorded")
               metavar="N,...", help="Sizes of the cache.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), metavar="N",
               help="Replays at a time [default: one for each core].")  # fmt: skip
+@click.option(
+    "--hints",
+    is_flag=True,
+    help="Also with what stop reasons say of the next request, where policies use it.",
+)
 @click.option("--csv", "csv_to", metavar="FILE", help="The table as CSV.")
-@click.option("--plot", "plot_to", metavar="FILE",
-              help="Hit-ratio curves as PNG or SVG; needs matplotlib.")  # fmt: skip
+@click.option("--plot", "plot_to", metavar="FILE", callback=_picture,
+              help="Hit-ratio curves as PNG or SVG, and the bytes that two tiers of the smallest "
+              "and the largest size hold over time; needs matplotlib.")  # fmt: skip
+@click.option("--block-bytes", callback=one_size, default="160MiB", show_default=True,
+              metavar="SIZE", help="Of a block in the plot [of a 70B model].")  # fmt: skip
 @json_target
 @common
 def replay(
     _: Options, path: Path, form: str, policies: tuple[str, ...], sizes: tuple[str, ...],
-    jobs: int | None, csv_to: str | None, plot_to: str | None, json_to: str | None,
+    jobs: int | None, hints: bool, csv_to: str | None, plot_to: str | None, block_bytes: int,
+    json_to: str | None,
 ) -> None:  # fmt: skip
     """Replay a trace through the service's own hierarchy.
 
@@ -47,19 +69,22 @@ def replay(
     from tiered_kv.sim.traces import Trace
 
     if plot_to is not None and find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib, which is not installed")
-    trace, tasks = Trace(path, form), tasks_of(policies, [_number(text) for text in sizes])
+        raise click.UsageError("--plot needs matplotlib: pip install 'tiered-kv[plot]'")
+    trace = Trace(path, form)
+    tasks = tasks_of(policies, [_number(text) for text in sizes], hints)
     with Screen(json_to) as screen:
         found = sweep(trace, tasks, jobs or len(os.sched_getaffinity(0)), screen.step)
         headings = ("policy", ">blocks", ">hit %", ">requests", ">accesses", ">accesses/s", ">s")
         screen.show(rows(table(*headings), [_cells(one) for one in found]))
+        if plot_to is not None:
+            from tiered_kv.cli.plots import draw
+
+            draw(plot_to, trace.name, found, _tiers(trace, tasks, block_bytes, screen))
     if csv_to is not None:
         with Path(csv_to).open("w", newline="", encoding="utf-8") as out:
             csv.writer(out).writerows([[h.lstrip(">") for h in headings], *map(_cells, found)])
-    if plot_to is not None:
-        _plot(plot_to, path, found)
     if json_to is not None:
-        _report(json_to, path, found)
+        _report(json_to, trace.name, found)
 
 
 def _number(text: str) -> int:
@@ -75,25 +100,33 @@ def _cells(one: "Replayed") -> list[str]:
             str(one.accesses), f"{rate:.0f}", f"{one.seconds:.1f}"]  # fmt: skip
 
 
-def _report(json_to: str, file: Path, found: Sequence["Replayed"]) -> None:
+def _report(json_to: str, name: str, found: Sequence["Replayed"]) -> None:
     from tiered_kv.bench.report import Result, document
     from tiered_kv.machine import facts
 
     results = [
-        Result(f"replay/{file.stem}/{one.policy}/{one.blocks}", one.hit_percent, "%")
-        for one in found
+        Result(f"replay/{name}/{one.policy}/{one.blocks}", one.hit_percent, "%") for one in found
     ]
     emit(document(results, facts(()).as_dict()), json_to)
 
 
-def _plot(plot_to: str, file: Path, found: Sequence["Replayed"]) -> None:
-    from matplotlib.figure import Figure
+def _tiers(
+    trace: "Trace", tasks: Sequence["Task"], block_bytes: int, screen: Screen
+) -> "Tiers | None":
+    """A replay through two tiers of the smallest and the largest size, if there are two."""
+    from tiered_kv.cli.plots import Tiers
+    from tiered_kv.policies import SERVING
+    from tiered_kv.sim.two_tier import TwoTier
+    from tiered_kv.sizes import Size
 
-    figure = Figure(figsize=(7, 5))
-    axes = figure.subplots()
-    for policy in dict.fromkeys(one.policy for one in found):
-        points = sorted((one.blocks, one.hit_percent) for one in found if one.policy == policy)
-        axes.plot(*zip(*points, strict=True), marker="o", label=policy)
-    axes.set(xscale="log", xlabel="blocks", ylabel="block hits, %", title=file.name)
-    axes.legend()
-    figure.savefig(plot_to, dpi=150)
+    dram, nvme = min(task.blocks for task in tasks), max(task.blocks for task in tasks)
+    policy = next((t.policy for t in tasks if t.policy in SERVING), None)
+    if dram == nvme or policy is None:
+        return None
+    total = trace.size()
+    fills: list[Fill] = []
+    tiers = TwoTier(dram, nvme, policy=policy)
+    for number, fill in enumerate(tiers.fills(trace, max(1, total // POINTS)), 1):
+        fills.append(fill)
+        screen.step("two tiers for the plot", min(number, POINTS), POINTS)
+    return Tiers(policy, dram, nvme, Size(block_bytes), fills)

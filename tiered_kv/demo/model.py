@@ -59,19 +59,24 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def load(folder: Path | None = None) -> ChatModel:
-    """The model, ready for `eval`. Nothing is downloaded.
+def converted(folder: Path | None = None) -> Path:
+    """Where the model is as transformers and vLLM load it. Nothing is downloaded.
 
-    The first call converts the file to float32 (540 MB, about 20 s on two cores) into `folder`;
-    later ones load that in about a second. The converted model appears under its name in one
-    step, so that a call that was killed halfway leaves nothing that is taken for a model. Raises
-    `ModelNotInstalled`, and `OSError` when the folder cannot be written.
+    The first call converts the file to float32 (540 MB, about 20 s on two cores) into `folder`.
+    The converted model appears under its name in one step, so that a call that was killed halfway
+    leaves nothing that is taken for a model. Raises `ModelNotInstalled`, and `OSError` when the
+    folder cannot be written.
     """
     source = find_gguf()
-    folder = folder or default_folder()
-    target = folder / f"{source.stem}-fp32-{_digest(source)}"
+    target = (folder or default_folder()) / f"{source.stem}-fp32-{_digest(source)}"
     if not target.is_dir():
         _convert(source, target)
+    return target
+
+
+def load(folder: Path | None = None) -> ChatModel:
+    """The model, ready for `eval`: about a second, and what `converted` takes and raises."""
+    target = converted(folder)
     with _quiet():
         tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(

@@ -132,9 +132,12 @@ class Room:
         if not (self._book.sinks or self.lower(tier)):
             return False
         blocks = self._book.blocks
-        return bool(tier.leaving and any(tier.leaving.values())) or bool(
-            tier.policy.victims(1, lambda key: not blocks[key].pins)
-        )
+
+        def may_leave(key: BlockKey) -> bool:
+            block = blocks[key]
+            return block.pins == (block.move > 0)  # what is being written can leave after that
+
+        return any(tier.leaving.values()) or bool(tier.policy.victims(1, may_leave))
 
     def _clean_in_order(self, tier: TierState, nbytes: int, n: int) -> list[Block]:
         """The `n` blocks of this size that are to leave next, up to the first one that a lower
@@ -219,7 +222,8 @@ class Room:
     def _shadows(self, tier: TierState, nbytes: int, n: int) -> list[Block]:
         """Up to `n` copies under a faster tier's copy: redundant, a full tier's last resort.
 
-        Only those from which nothing in this tier descends, so that it stays self-contained.
+        Only those from which nothing in this tier, or on its way here, descends, so that it stays
+        self-contained.
         """
         blocks = self._book.blocks
         found: dict[Block, None] = {}
@@ -228,7 +232,7 @@ class Room:
             block = blocks[key]
             if block.pins or not block.mask & (tier.bit - 1) or block.nbytes != nbytes:
                 return False
-            if any(c.mask & tier.bit and c not in found for c in block.children()):
+            if any(c.move or (c.mask & tier.bit and c not in found) for c in block.children()):
                 return False
             found[block] = None
             return True

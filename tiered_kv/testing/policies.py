@@ -12,7 +12,7 @@ import random
 
 import pytest
 
-from tiered_kv.policies.base import EvictionPolicy
+from tiered_kv.policies.base import EvictionPolicy, Expecting
 from tiered_kv.types import BlockKey
 
 
@@ -109,6 +109,17 @@ class PolicyTests:
         policy.use(())
         policy.remove(())
         assert policy.victims(8, lambda _: True) == order
+
+    def test_hints_neither_add_nor_take_blocks(self) -> None:
+        policy, run = self.make(self.CAPACITY), block_keys(20)
+        policy.admit(run, ())
+        if isinstance(policy, Expecting):
+            for return_s in (5.0, float("inf"), 0.0, 1e9):
+                policy.expect(run[:15], return_s)
+                policy.expect(block_keys(3, "stranger"), return_s)
+                policy.expect((), return_s)
+        policy.check(run)
+        assert set(policy.victims(50, lambda _: True)) == set(run)
 
     def test_it_follows_a_random_tier_for_long(self) -> None:
         """Far beyond the hinted capacity, as its ghosts and counters must bear too."""

@@ -52,7 +52,7 @@ class Announcing:
             self._translator.note(
                 key, hashes[start:stop], hashes[start - 1] if start else None,
                 tokens[start * self._page : stop * self._page],
-                lora.adapter_id if lora else None, extra if any(extra) else None,
+                lora.lora_int_id if lora else None, extra if any(extra) else None,
                 lora_name=lora.lora_name if lora else None,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from tiered_kv.policies.links import Link
 from tiered_kv.policies.load_or_recompute import Prefill
 from tiered_kv.supervise import surviving
 from tiered_kv.types import Lease
-from tiered_kv.wire import NO_LEASE, Ask, Found
+from tiered_kv.wire import NO_LEASE, Ask, Events, Found
 
 ASK_THREADS = 4
 
@@ -84,6 +84,10 @@ class Asking:
         """Call a verb of the node and do not wait; what it raises is counted."""
         self.tell(lambda: self._link.call(verb, *args, **kwargs))
 
+    def events(self, since: int) -> "Future[Events | None]":
+        """Ask for the node's block events from `since` on; None when it did not answer."""
+        return self._threads.submit(self._events, since)
+
     def release(self, leases: Sequence[Lease]) -> None:
         """End leases that nobody will read from."""
         for lease in leases:
@@ -136,6 +140,15 @@ class Asking:
             self._link.introduce(layout)
         found: Found = self._link.call("find", asks, *question, self._ttl_s)
         return found
+
+    def _events(self, since: int) -> Events | None:
+        found: list[Events] = []
+        with surviving("asking for block events"):
+            try:
+                found.append(self._link.call("events", since))
+            except TieredKVError:
+                self._count()
+        return found[0] if found else None
 
     def _tell(self, call: Callable[[], object]) -> None:
         with surviving("telling the node") as failure:

@@ -24,9 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from tiered_kv.errors import BadConfig
 from tiered_kv.integrations.vllm import identity, link
+from tiered_kv.integrations.vllm.metrics import PromMetrics, Stats
 from tiered_kv.integrations.vllm.names import Names
 from tiered_kv.integrations.vllm.options import options
 from tiered_kv.integrations.vllm.plans import Introduction, Step, Told
@@ -35,6 +40,7 @@ from tiered_kv.integrations.vllm.working import Working
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -159,7 +165,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         group = identity.group_size(self._options, page)
         names = Names([one.layout for one in workers], secret, group)
         beside = _WORKERS.get(workers[0].owner) if len(workers) == 1 else None
-        self._scheduling = Scheduling(self._link, self._options, names, page, beside)
+        self._scheduling = Scheduling(
+            self._link, self._options, names, page, beside, events=self._publishes_events()
+        )
 
     def on_new_request(self, request: "Request") -> None:
         """A request was queued."""
@@ -215,6 +223,27 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         """There is one group: `check_supported` has refused others."""
         return self.request_finished(request, block_ids[0])
 
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """What changed in the node's tiers, in vLLM's own events."""
+        return () if self._scheduling is None else self._scheduling.events()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What happened since the last call: of the scheduler's side, which hears of all ranks."""
+        return None if self._scheduling is None else self._scheduling.stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """A snapshot that crossed to the logging process."""
+        return Stats(data=data) if data else Stats.of({}, {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: "VllmConfig", metric_types: dict[Any, Any], labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:  # fmt: skip
+        """Metrics named `vllm:tiered_kv_*`; see `metrics`."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def has_pending_block_frees(self) -> bool:
         """Pages of finished requests come back soon: no need to preempt for them."""
         return False
@@ -238,6 +267,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduling is not None:
             self._scheduling.close()
         link.leave(self._link)
+
+    def _publishes_events(self) -> bool:
+        config = self._vllm_config.kv_events_config
+        return config is not None and bool(config.enable_kv_cache_events)
 
     def _pages_of(self, request_id: str) -> Sequence[int] | None:
         assert self._kv_cache_manager is not None

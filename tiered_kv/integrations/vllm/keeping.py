@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
+from tiered_kv.integrations.vllm.announcing import Announcing
 from tiered_kv.integrations.vllm.asking import Asking
 from tiered_kv.integrations.vllm.link import NodeLink
 from tiered_kv.integrations.vllm.names import Names
@@ -46,9 +47,10 @@ class Keeping:
 
     def __init__(
         self, link: NodeLink, options: Options, names: Names, page: int, beside: Worker | None,
-        asking: Asking,
+        asking: Asking, announcing: Announcing | None = None,
     ) -> None:  # fmt: skip
         """See `Scheduling`."""
+        self._announcing = announcing
         self._link = link
         self._options = options
         self._names = names
@@ -163,6 +165,8 @@ class Keeping:
         self._keys.setdefault(request_id, set()).update(keys[0])
         self._saving.update(dict.fromkeys(keys[0], request_id))
         said = said_of(one) if sessions else None
+        if self._announcing is not None:
+            self._announcing.note(one.request, keys[0], first, done)
         return Store(request_id, parts, keys, tuple(before), sessions, last, said)
 
     def _sessions(self, one: Tracked, done: int) -> tuple[Session, ...]:

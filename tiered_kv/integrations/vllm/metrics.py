@@ -5,7 +5,7 @@ for the point: `vllm:tiered_kv_load_tokens_total`, one label set an engine, no o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
@@ -48,6 +48,8 @@ GAUGES = {
 class Stats(KVConnectorStats):
     """`data` has `counts` since the last snapshot and `now`, values of this moment."""
 
+    data: dict[str, Any] = field(default_factory=dict)
+
     @classmethod
     def of(cls, counts: Mapping[str, float], now: Mapping[str, float]) -> "Stats":
         """A snapshot."""
@@ -62,7 +64,8 @@ class Stats(KVConnectorStats):
         counts = dict(self.data.get("counts", {}))
         for name, n in other.data.get("counts", {}).items():
             counts[name] = counts.get(name, 0) + n
-        self.data = {"counts": counts, "now": {**self.data.get("now", {}), **other.data["now"]}}
+        now = {**self.data.get("now", {}), **other.data.get("now", {})}
+        self.data = {"counts": counts, "now": now}
         return self
 
     def reduce(self) -> dict[str, int | float]:

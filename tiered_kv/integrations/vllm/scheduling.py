@@ -4,15 +4,17 @@ Everything here runs on the engine's thread and waits for nothing; questions go 
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tiered_kv.integrations.vllm.announcing import Announcing
 from tiered_kv.integrations.vllm.asking import Answer, Asking
 from tiered_kv.integrations.vllm.hints import hints
 from tiered_kv.integrations.vllm.keeping import Keeping, PagesOf, Worker, session_of
 from tiered_kv.integrations.vllm.link import NodeLink
+from tiered_kv.integrations.vllm.metrics import Stats
 from tiered_kv.integrations.vllm.names import Names
 from tiered_kv.integrations.vllm.options import Options
 from tiered_kv.integrations.vllm.plans import Load, Step, Told
@@ -21,6 +23,7 @@ from tiered_kv.integrations.vllm.requests import Tracked, cut, run_of, spans
 from tiered_kv.types import BlockKey
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
 SHARED_WAIT_S = 10.0
@@ -39,10 +42,11 @@ class Scheduling:
     """One engine's requests. `names` is None until the workers have introduced themselves."""
 
     def __init__(
-        self, link: NodeLink, options: Options, names: Names, page: int, beside: Worker | None
-    ) -> None:
+        self, link: NodeLink, options: Options, names: Names, page: int, beside: Worker | None,
+        events: bool = False,
+    ) -> None:  # fmt: skip
         """`page` is tokens of an engine page; `beside` is the only worker, if it is in this
-        process."""
+        process. `events`: the engine publishes KV events."""
         self._link = link
         self._options = options
         self._names = names
@@ -50,7 +54,8 @@ class Scheduling:
         self._group = names.group
         self._ttl_s = options.config.service.lease_ttl_s
         self._asking = Asking(link, names, self._ttl_s)
-        self._keeping = Keeping(link, options, names, page, beside, self._asking)
+        self._announcing = Announcing(link, self._asking, page, names.group) if events else None
+        self._keeping = Keeping(link, options, names, page, beside, self._asking, self._announcing)
         self._tracked: dict[str, Tracked] = {}
         self._loading: dict[BlockKey, str] = {}  # of rank 0: who is loading it
         self._loads: list[Load] = []
@@ -61,6 +66,8 @@ class Scheduling:
         self.prefill = PrefillRate()
         self.copy = CopyRate()
         self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._told: dict[str, float] = {}  # totals of the last `stats`
 
     # -- a request comes ------------------------------------------------------------------
 
@@ -116,6 +123,8 @@ class Scheduling:
         one.unsure = one.have * self._page + external if by_layer else 0
         if one.loading:
             self._loading.update(dict.fromkeys(keys[0], request.request_id))
+        if self._announcing is not None:
+            self._announcing.note(request, keys[0], first, end)
         self.counts["load.requests"] += 1
         self.counts["load.tokens"] += external
 
@@ -155,6 +164,8 @@ class Scheduling:
             return
         self.copy.note(told.loaded_bytes, told.load_s)
         self.counts.update(told.counts)
+        self.counts["load.bytes"] += told.loaded_bytes
+        self.seconds["load.seconds"] += told.load_s
         self._keeping.stored(told.stored)
 
     def finished(self, request: "Request", pages: Sequence[int]) -> bool:
@@ -175,6 +186,23 @@ class Scheduling:
             one.kept = 0
             if one.request.num_computed_tokens:
                 one.hints = replace(one.hints, store=False)
+
+    def events(self) -> "list[KVCacheEvent]":
+        """What changed in the node's tiers, for routers; nothing where nobody publishes it."""
+        return [] if self._announcing is None else self._announcing.take()
+
+    def stats(self) -> Stats:
+        """What happened since the last call, and how things are now."""
+        total: dict[str, float] = {**self.counts, **self.seconds, "outages": self._link.outages}
+        since = {name: n - self._told.get(name, 0) for name, n in total.items()}
+        self._told = total
+        prefill, copy = self.prefill.prefill(), self.copy.link(len(self._names.layouts))
+        now = {
+            "up": float(self._link.up),
+            "prefill_s_per_token": prefill.seconds(0, 1024) / 1024 if prefill else 0.0,
+            "copy_bytes_per_s": copy.bytes_per_s if copy else 0.0,
+        }
+        return Stats.of({name: n for name, n in since.items() if n}, now)
 
     def close(self) -> None:
         """Let go of all that the node holds for this engine."""
@@ -224,7 +252,18 @@ class Scheduling:
             one.never = True
             return 0, False
         one.kept = max(one.kept, one.answer.found.blocks)
+        self._decided(one.answer)
         return self._loadable(one, one.answer)
+
+    def _decided(self, answer: Answer) -> None:
+        """Count what load-or-recompute chose, and what both ways were modelled to take."""
+        decision = answer.found.decision
+        self.counts["lookup.found"] += bool(answer.found.load)
+        if decision is not None:
+            self.counts["decided.load"] += decision.load
+            self.counts["decided.recompute"] += decision.recompute
+            self.seconds["decided.load_s"] += decision.seconds
+            self.seconds["decided.recompute_s"] += decision.recompute_all_s
 
     def _loadable(self, one: Tracked, answer: Answer) -> tuple[int | None, bool]:
         """How many tokens the answer promises beyond what the engine has."""
