@@ -1,6 +1,5 @@
 """Tests with a real vLLM: they run in `.venv-engine` (make test-engine), and fail without it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random Llama with a tokenizer."""
-    yield make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")

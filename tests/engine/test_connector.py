@@ -158,11 +158,22 @@ def test_a_session_is_known_by_name_and_forgotten_when_it_ends(inside, service):
     )
 
 
-def test_a_killed_node_is_a_miss_and_the_engine_finds_it_again(inside, service, expected):
-    llm = inside.llm
+def test_a_node_that_is_killed_during_a_load_is_found_again(inside, service, expected, monkeypatch):
+    llm, killed = inside.llm, []
     assert generate(llm, [PROMPTS["killed"]]) == [expected["killed"]]
     inside.forget()
-    os.kill(service.pid(), signal.SIGKILL)
+    pid, take = service.pid(), inside.loader._take
+
+    def kill_first(*args):
+        if not killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+        return take(*args)
+
+    monkeypatch.setattr(inside.loader, "_take", kill_first)
+    assert generate(llm, [PROMPTS["killed"]]) == [expected["killed"]]
+    assert killed == [pid]
+    inside.forget()
     assert generate(llm, [PROMPTS["killed"]]) == [expected["killed"]]
     inside.forget()
     until(lambda: service.cluster.members(), "the node is back")

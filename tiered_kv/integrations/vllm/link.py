@@ -8,13 +8,17 @@ import logging
 import threading
 from typing import Any
 
+import ray
+
 from tiered_kv import connecting
 from tiered_kv.attachment import Attachment, Mapped
 from tiered_kv.connecting import Cluster
+from tiered_kv.directory import Member
 from tiered_kv.errors import TieredKVError, Unreachable
 from tiered_kv.integrations.vllm.options import Options
 from tiered_kv.layout import KVLayout
 from tiered_kv.supervise import surviving
+from tiered_kv.wire import Link
 
 logger = logging.getLogger("vllm.tiered_kv")  # below vLLM's own logger, so that it is seen
 
@@ -22,6 +26,9 @@ FIRST_S, LONGEST_S = 0.5, 10.0
 """Between two tries to find a node: doubled up to the longest."""
 CLOSE_S = 2.0
 """How long `close` waits for a try that is under way."""
+
+GIVE_UP_AFTER = 6
+"""Tries in a row after which the Ray cluster itself is taken for gone: about half a minute."""
 
 
 class NodeLink:
@@ -32,6 +39,9 @@ class NodeLink:
         self._options = options
         self._cluster: Cluster | None = None
         self._node: Attachment | None = None
+        self._link: Link | None = None  # the one that `_node` talks through
+        self._ours = False  # Ray was joined here, and by nobody else in this process
+        self._tries = 0  # in a row that failed
         self._up = threading.Event()
         self._wake = threading.Event()
         self._closed = False
@@ -135,28 +145,50 @@ class NodeLink:
                 pause = min(LONGEST_S, 2 * pause)
 
     def _join(self) -> None:
-        options = self._options
+        """One try."""
         try:
-            if self._cluster is None:
-                self._cluster = connecting.connect(
-                    options.config, address=options.address, embedded=False
-                )
-            cluster = self._cluster
+            cluster = self._connected()
             here = [m for m in cluster.members() if m.host == cluster.host]
             if not here:
                 raise Unreachable("the service has no node on this host")
-            if self._node is None:
-                self._node = Attachment(
-                    cluster.link(here[0]), options.config.service.call_timeout_s
-                )
-            self._node.call("lookup", [])
+            self._attach(cluster, here[0])
         except TieredKVError as error:
             self._warn(str(error))
+            self._tries += 1
+            if self._tries >= GIVE_UP_AFTER:
+                self._leave_cluster()
             return
+        self._tries = 0
         if self._warned:
             self._warned = False
             logger.warning("tiered_kv: joined the node of this host")
         self._up.set()
+
+    def _connected(self) -> Cluster:
+        if self._cluster is None:
+            self._ours = not ray.is_initialized()
+            self._cluster = connecting.connect(
+                self._options.config, address=self._options.address, embedded=False
+            )
+        return self._cluster
+
+    def _attach(self, cluster: Cluster, member: Member) -> None:
+        """Talk to this member's node; another one than before when the service was set up anew."""
+        link = cluster.link(member)
+        if self._node is None or self._link is not link:
+            if self._node is not None:
+                self._node.close()
+            timeout_s = self._options.config.service.call_timeout_s
+            self._link, self._node = link, Attachment(link, timeout_s)
+        self._node.call("lookup", [])
+
+    def _leave_cluster(self) -> None:
+        """The cluster may have been replaced by another: leave it, if it was joined here, so that
+        the next try looks for one."""
+        self._tries = 0
+        if self._cluster is not None and self._ours:
+            self._cluster = None
+            ray.shutdown()
 
 
 _LINKS: dict[Options, NodeLink] = {}
