@@ -84,7 +84,7 @@ test-fault: setup ## only those that kill, stop and corrupt
 test-engine: setup-engine ## only those that run vLLM
 	$(ENGINE)/bin/python -m pytest tests/engine
 
-bench: setup ## measure this machine; JSON files go to bench-results/
+bench: setup setup-engine ## measure this machine; JSON files go to bench-results/
 	@mkdir -p $(RESULTS)
 	$(BIN)/tiered-kv bench --out $(RESULTS)
 

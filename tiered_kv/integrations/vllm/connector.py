@@ -117,7 +117,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin the step's loads and saves. Does not wait."""
         step = self._get_connector_metadata()
         if self._working is not None and isinstance(step, Step):
-            self._working.start(step)
+            idle = getattr(forward_context, "attn_metadata", None) is None
+            self._working.start(step, idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Until this layer of the step's loads by layers is there."""

@@ -42,6 +42,7 @@ class Working:
         self.layout = identity.layout_of(vllm_config, kv_cache_config, pages, options, rank)
         self.owner = owner
         self.tally = Tally()
+        self._idle = False
         self._link = link
         service = options.config.service
         copies = copying(pages)
@@ -60,8 +61,9 @@ class Working:
         """For the scheduler's side."""
         return Introduction(self.layout, self.owner)
 
-    def start(self, step: Step) -> None:
-        """Begin what a step asks for."""
+    def start(self, step: Step, idle: bool = False) -> None:
+        """Begin what a step asks for. `idle`: the engine computes nothing in it."""
+        self._idle = idle
         for store in step.stores:
             self._saver.submit(store)
         for load in step.loads:
@@ -82,7 +84,7 @@ class Working:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(requests whose saves, requests whose loads) need their pages no longer."""
-        return self._saver.released(), self._loader.arrived()
+        return self._saver.released(), self._loader.arrived(self._idle)
 
     def failed(self) -> set[int]:
         """Pages whose load failed. Call after `finished` of the same step."""
