@@ -23,7 +23,16 @@ from cli_kit import (
 )
 
 from tiered_kv import machine
-from tiered_kv.bench import churn, hierarchy, io, load_or_recompute, replay
+from tiered_kv.bench import (
+    churn,
+    engine,
+    engine_contenders,
+    engine_sessions,
+    hierarchy,
+    io,
+    load_or_recompute,
+    replay,
+)
 from tiered_kv.bench.report import Result
 from tiered_kv.cli import checks, checks_disk, tables
 from tiered_kv.cli import demo as demo_command
@@ -363,7 +372,10 @@ def test_bench_io_prints_one_document_and_removes_its_files(tmp_path: Path) -> N
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """With what each benchmark was run; none is."""
     calls: dict[str, dict[str, Any]] = {}
-    for module in (io, hierarchy, churn, load_or_recompute, replay):
+    monkeypatch.setattr(
+        engine_contenders, "engine_python", lambda given: Path(given or "/e/python")
+    )
+    for module in (io, hierarchy, churn, load_or_recompute, replay, engine, engine_sessions):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
 
         def run(name: str = name, **options: Any) -> list[Result]:
@@ -392,6 +404,11 @@ def test_benchmarks_get_their_options_and_the_configuration(
     assert measured["churn"]["connect"] is demo_command.within
     assert measured["hierarchy"]["dram"] == measured["churn"]["dram"] == 9 << 20
     assert (measured["io"]["rounds"], measured["io"]["folder"]) == (7, Path("f"))
+    peers = ("--peers", "vllm-fs", "--tokens", "64,128", "--rounds", "2", "--folder", "f")
+    assert call("bench", "engine", "--engine-python", "/x/python", *peers).code == 0
+    plan = measured["engine"]["plan"]
+    assert (plan.peers, plan.sizes, plan.rounds) == (("vllm-fs",), (64, 128), 2)
+    assert (plan.pythons.engine, plan.folder, plan.model) == (Path("/x/python"), Path("f"), None)
     assert [str(s) for s in measured["io"]["sizes"]] == ["1048576", "2097152"]
     assert measured["io"]["legs"] == io.LEGS
 
@@ -403,7 +420,8 @@ def test_all_benchmarks_leave_a_file_each(
     assert ended.code == 0
     files = sorted((tmp_path / "results").iterdir())
     assert [file.name for file in files] == [
-        "churn.json", "hierarchy.json", "io.json", "load-or-recompute.json", "replay.json",
+        "churn.json", "engine.json", "hierarchy.json", "io.json", "load-or-recompute.json",
+        "replay.json", "sessions.json",
     ]  # fmt: skip
     for file in files:
         (result,) = json.loads(file.read_text())["results"]

@@ -26,7 +26,11 @@ Say = Callable[[str], None]
 class Field:
     """A context: whatever it started has ended after it, and what it wrote is gone."""
 
-    def __init__(self, pythons: Pythons, under: Path, say: Say) -> None:
+    def __init__(
+        self, pythons: Pythons, under: Path, say: Say, nvme_bytes: int = NVME_BYTES
+    ) -> None:
+        """`nvme_bytes` is what our service may keep on disk."""
+        self._nvme_bytes = nvme_bytes
         self._pythons = pythons
         self._under = under
         self._say = say
@@ -132,7 +136,7 @@ class Field:
             "DRAM_BYTES": contenders.MEMORY_BYTES,
             "DRAM_POLICY": "lru",  # or sessions that come once would not push others out
             "DRAM_FOLDER": f"/dev/shm/{contenders.region_of('service')}",
-            "NVME_BYTES": NVME_BYTES,
+            "NVME_BYTES": self._nvme_bytes,
             "NVME_FOLDER": self._folder / "nvme",
             "SERVICE_NAMESPACE": f"tiered_kv_bench_{os.getpid()}",
         }

@@ -36,6 +36,13 @@ class Plan:
     model: Path | None = None
     sessions: int = 1024
     tokens: int = 512
+    token_bytes: int = 23_040  # of KV: those of SmolLM2 in bfloat16
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Disk for all blocks of all sessions, and a fifth more: watermarks keep some free."""
+        blocks = -(-(self.tokens + TURN_TOKENS) // BLOCK_TOKENS) + 1
+        return max(4 << 30, int(1.2 * self.sessions * blocks * BLOCK_TOKENS * self.token_bytes))
 
 
 class Run:
@@ -108,8 +115,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 def run(plan: Plan, progress: Progress, say: Say) -> list[Result]:
     """Measure. About a quarter of an hour on two idle cores for 1,024 sessions of 512 tokens. Ends
     every process and removes every file that it made. Raises `EngineFailed`."""
-    blocks = plan.sessions * (-(-plan.tokens // BLOCK_TOKENS) + 1)
-    with Field(plan.pythons, plan.folder, say, nvme_blocks=blocks) as field:
+    with Field(plan.pythons, plan.folder, say, plan.nvme_bytes) as field:
         one = Run(plan, field, progress)
         field.start(plan.model, (), plan.tokens + TURN_TOKENS + BLOCK_TOKENS, say)
         one.first_turns()

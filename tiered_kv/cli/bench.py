@@ -185,7 +185,40 @@ def engine(
         peers=contenders.PEERS if peers is None else contenders.check_peers(peers),
     )  # fmt: skip
     with options.exported():
-        _report(lambda screen: waking.run(plan, screen.step, screen.say), json_to, where)
+        _report(
+            lambda screen: waking.run(plan=plan, progress=screen.step, say=screen.say),
+            json_to,
+            where,
+        )
+
+
+@bench.command()
+@click.option("--sessions", default=1024, show_default=True, type=click.IntRange(1))
+@click.option("--tokens", default=512, show_default=True, type=click.IntRange(64),
+              help="Of a session's first turn.")  # fmt: skip
+@click.option("--folder", metavar="FOLDER",
+              help="On the disk to use [default: beside nvme.folder].")  # fmt: skip
+@click.option("--engine-python", metavar="FILE",
+              help="A Python with vLLM [default: this one, or of setup-engine].")  # fmt: skip
+@json_target
+@common
+def sessions(
+    options: Options, sessions: int, tokens: int, folder: str | None, engine_python: str | None,
+    json_to: str | None,
+) -> None:  # fmt: skip
+    """More sessions through one vLLM than its own cache can hold: do all come back?"""
+    from tiered_kv.bench import engine_contenders as contenders
+    from tiered_kv.bench import engine_sessions as many
+
+    where = Path(folder) if folder else options.config().nvme_folder.parent
+    pythons = contenders.Pythons(contenders.engine_python(engine_python), None)
+    plan = many.Plan(pythons, where, sessions=sessions, tokens=tokens)
+    with options.exported():
+        _report(
+            lambda screen: many.run(plan=plan, progress=screen.step, say=screen.say),
+            json_to,
+            where,
+        )
 
 
 def _report(measure: Measure, json_to: str | None, *folders: Path) -> None:

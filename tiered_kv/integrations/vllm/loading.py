@@ -15,6 +15,7 @@ from tiered_kv.integrations.vllm.jobs import Job
 from tiered_kv.integrations.vllm.link import NodeLink
 from tiered_kv.integrations.vllm.pages import Pages
 from tiered_kv.integrations.vllm.plans import Load, Span
+from tiered_kv.integrations.vllm.releasing import Releaser
 from tiered_kv.integrations.vllm.tally import Tally
 from tiered_kv.layout import KVLayout
 from tiered_kv.supervise import surviving
@@ -81,6 +82,7 @@ class Loader:
         self._layered: list[_Transfer] = []
         self._failed: set[int] = set()
         self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kv-load")
+        self._releaser = Releaser(self._release)
 
     def submit(self, load: Load) -> None:
         """Start a load. Does not wait."""
@@ -131,6 +133,7 @@ class Loader:
         for transfer in [*self._open, *self._layered]:
             transfer.yield_()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._releaser.close()
 
     # -- in a thread ----------------------------------------------------------------------
 
@@ -209,11 +212,17 @@ class Loader:
             if wrong or transfer.done == len(transfer.load.spans):
                 transfer.end()  # before the lease: nobody needs to wait for that call
         finally:
-            with suppress(StaleHandle, Unreachable):
-                self._link.call("release", lease.id)
+            if wrong:
+                self._release(lease.id)
+            else:
+                self._releaser.later(lease.id)
         if wrong:  # a leased block would go with all its copies, and those below may be intact
             self._tally.add("load.corrupt", len(wrong))
             self._link.call("distrust", wrong)
+
+    def _release(self, lease: int) -> None:
+        with suppress(StaleHandle, Unreachable):
+            self._link.call("release", lease)
 
     def _copy(self, transfer: _Transfer, slots: Sequence[Slot], spans: Sequence[Span]) -> None:
         if not transfer.load.by_layer:
