@@ -376,7 +376,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         engine_contenders, "engine_python", lambda given: Path(given or "/e/python")
     )
     for module in (io, hierarchy, churn, load_or_recompute, replay, engine, engine_sessions):
-        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        name = module.__name__.rpartition(".")[2].removeprefix("engine_").replace("_", "-")
 
         def run(name: str = name, **options: Any) -> list[Result]:
             calls[name] = {**options, "dram": load().dram.bytes}
