@@ -22,6 +22,8 @@ from tiered_kv.types import (
 MOVE_BYTES = 64 << 20
 """Bytes of one move between our own tiers: enough for a drive's bandwidth, and little enough
 that a restore need not wait long behind it."""
+RESTORE_BYTES = 16 << 20
+"""The first move upwards: whoever waits copies it on while the next ones come."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,7 @@ class Flow:
     def _restore_from(
         self, source: TierState, blocks: list[Block], wanted: Wanted, force: bool
     ) -> None:
-        for some in _batches(blocks):
+        for some in _batches(blocks, RESTORE_BYTES):
             slots = self._incoming(some[0].nbytes, len(some), wanted, force)
             if slots is not None:
                 wanted.moves.append(
@@ -244,7 +246,7 @@ class Flow:
             groups.setdefault((block.nbytes, block.layout), []).append(block)
         if target is None:
             return list(groups.values())
-        return [some for group in groups.values() for some in _batches(group)]
+        return [some for group in groups.values() for some in _batches(group, MOVE_BYTES)]
 
     def _descend_in_order(
         self, tier: TierState, target: TierState | None, ordered: list[Block], leaving: set[Block]
@@ -327,14 +329,16 @@ class Flow:
         self._landing.land(flight, outcomes)
 
 
-def _batches(blocks: list[Block]) -> list[list[Block]]:
-    """Cut into moves of equal block size and about `MOVE_BYTES`."""
+def _batches(blocks: list[Block], first_bytes: int) -> list[list[Block]]:
+    """Cut into moves of equal block size, the first of about `first_bytes`, each twice as long as
+    the one before it up to `MOVE_BYTES`."""
     out: list[list[Block]] = []
     room = 0
     for block in blocks:
         if room < block.nbytes or out[-1][0].nbytes != block.nbytes:
             out.append([])
-            room = max(MOVE_BYTES, block.nbytes)
+            room = max(first_bytes, block.nbytes)
+            first_bytes = min(2 * first_bytes, MOVE_BYTES)
         out[-1].append(block)
         room -= block.nbytes
     return out

@@ -26,8 +26,9 @@ LOAD_THREADS = 4
 """Loads at once: most of their time they wait for the node."""
 IDLE_WAIT_S = 0.005
 """What a new request waits at most behind that."""
-PIECE_BYTES = 32 << 20
-"""What is fetched from below at a time: the next piece comes up while this one is copied."""
+PIECE_BYTES = 16 << 20
+"""What is fetched from below first, and then twice as much each time: the next piece comes up while
+this one is copied, and a long load does not pay a call for each small piece."""
 LAYERS_WAIT_S = 0.5
 """A load by layers is of blocks in the pool and needs no call before it copies, but where the node
 has restarted or all threads wait for it: the engine waits no longer for one that has not begun."""
@@ -77,7 +78,7 @@ class Loader:
         self._ttl_s = ttl_s
         self._verify = verify
         self._tally = tally
-        self._piece = max(1, PIECE_BYTES // layout.block_bytes)
+        self._piece = -(-PIECE_BYTES // layout.block_bytes)
         self._open: list[_Transfer] = []
         self._layered: list[_Transfer] = []
         self._failed: set[int] = set()
@@ -160,11 +161,13 @@ class Loader:
         mapped = self._mapped(lease)
         if lease.id != NO_LEASE:
             self._take(transfer, mapped, lease, load.checksums[rank])
+        n = self._piece
         while transfer.done < len(run) and not transfer.over:
             left = transfer.began_s + self._deadline_s - time.monotonic()
             if left <= 0:
                 return
-            piece = run[transfer.done : transfer.done + self._piece]
+            piece = run[transfer.done : transfer.done + n]
+            n *= 2
             fetched: Fetched = self._link.call(
                 "fetch", self._layout.fingerprint, piece, self._ttl_s, left, True,
                 run[transfer.done - 1] if transfer.done else None, wait_s=left,
