@@ -134,3 +134,28 @@ def test_a_salt_and_an_adapter_change_every_name(monkeypatch) -> None:
         for other in runs[i + 1 :]:
             assert run.isdisjoint(other)
     assert all(len(a & b) == 0 for a, b in pairwise(runs))
+
+
+def test_another_adapter_or_salt_names_every_block_anew() -> None:
+    """vLLM's own requests, hashed by vLLM itself."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_fn = get_hash_fn_by_name("sha256_cbor")
+    init_none_hash(hash_fn)
+    hasher = get_request_block_hasher(16, hash_fn)
+
+    def run(**identity: object) -> set[bytes]:
+        request = Request(
+            "r", list(range(128)), SamplingParams(), None, block_hasher=hasher, **identity
+        )
+        assert len(request.block_hashes) == 8
+        return set(names().asks(request.block_hashes)[0].run)
+
+    adapters = [LoRARequest(name, i, f"/adapters/{name}") for i, name in enumerate("ab", 1)]
+    runs = [run(), *(run(lora_request=one) for one in adapters), run(cache_salt="s")]
+    assert run() == runs[0]
+    assert len(set().union(*runs)) == sum(len(one) for one in runs)
