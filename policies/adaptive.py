@@ -211,7 +211,7 @@ class Adaptive:
 
     def _measure(self) -> None:
         """Take the number of resident blocks for the capacity, where the hint was far off."""
-        size = len(self)
+        size = max(1, len(self))
         if not self._capacity / MISJUDGED <= size <= self._capacity * MISJUDGED:
             self._capacity = float(size)
             self._forecast.rescale(self._capacity)

@@ -260,3 +260,13 @@ def test_adaptive_forgets_what_it_evicted_in_the_end() -> None:
     assert len(policy._ghosts) <= 40
     assert len(policy._forecast._eras) < 100
     assert len(policy._order) < 1000
+
+
+def test_an_adaptive_order_that_was_asked_while_empty_takes_blocks_afterwards() -> None:
+    policy = Adaptive(8)
+    assert policy.victims(1, lambda key: True) == []
+    run = [BlockKey(bytes([i]) * 16) for i in range(4)]
+    policy.admit(run, [])
+    policy.use(run)
+    policy.admit([BlockKey(b"x" * 16)], run)
+    policy.check([*run, BlockKey(b"x" * 16)])
