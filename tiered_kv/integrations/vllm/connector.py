@@ -245,10 +245,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Metrics named `vllm:tiered_kv_*`; see `metrics`."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def has_pending_block_frees(self) -> bool:
-        """Pages of finished requests come back soon: no need to preempt for them."""
-        return False
-
     def reset_cache(self) -> bool | None:
         """Find nothing of what was kept so far: vLLM asks for that when weights were changed in
         place. Other engines share what the node holds, so it stays, under names that this engine
